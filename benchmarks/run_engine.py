@@ -271,12 +271,12 @@ def main(arguments=None):
         print("wrote", results.save(args.out, [*rows, *summary(rows)]))
         return
     if args.kind == "curves":
-        made = curves(args.seeds, args.set)
+        rows_of_runs = curves(args.seeds, args.set)
     else:
         measured = steps(args.config, args.set, args.cases, args.count, args.folder)
-        made = ({"run": args.run} | row for row in measured)
+        rows_of_runs = ({"run": args.run} | row for row in measured)
     rows, path = [], None
-    for row in made:
+    for row in rows_of_runs:
         print(row, flush=True)
         rows.append(row | results.provenance())
         path = results.save(args.out, rows)

@@ -246,11 +246,13 @@ class Run:
         """Start a step; return the next state, and metrics or a function of them."""
         try:
             return job.step(number, state)
-        except RolloutError:
+        except RolloutError as error:
             if self._config.checkpoint_every and self.saved < self.taken:
                 self._save_checkpoint(job, state)
             # A signal may be why the rollout has failed.
             self._stop.signal = processes.largest(self._stop.signal)
+            if self._stop.signal:
+                say(self._console, str(error))
             self._stop.raise_if_requested()
             raise
 

@@ -119,6 +119,8 @@ class PolicyMetrics(NamedTuple):
     versions_per_completion: float | None = None  # of the weights, mean
     queued: int | None = None
     push_seconds: float | None = None  # to give the engine the new weights
+    # of them, those of writing, and of each step of the slowest server
+    push_seconds_by_phase: dict[str, float] | None = None
     waiting_seconds: float | None = None  # for completions
     engine_idle_seconds: float | None = None
     engine_tokens_per_second: float | None = None

@@ -31,7 +31,7 @@ class SamplerPool:
             base, dtype="float32", param_dtype="float32", **more
         )
         self.loaded.append((directory.name, version, adapter))
-        return {}
+        return {"reload": 0.25}  # seconds
 
     def generate(self, request):
         self.requests.append(request)

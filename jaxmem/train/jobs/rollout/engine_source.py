@@ -92,7 +92,7 @@ class EngineSource(RolloutSource):
 
     def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
         if attempt == 0:
-            self._observed = {"push_seconds": self._push(step - 1, weights)}
+            self._observed = self._push(step - 1, weights)
             last = min(step + self.config.rollouts.max_staleness, self.config.run.steps)
             for ahead in range(step, last + 1):
                 self._submit(Attempt(ahead, 0), version=step - 1)
@@ -104,19 +104,24 @@ class EngineSource(RolloutSource):
         limits = self._parts.limits
         return self._graded(sampled_of(transcripts, self._prompts(key), limits))
 
-    def _push(self, version: int, weights: Weights) -> float:
+    def _push(self, version: int, weights: Weights) -> dict[str, Any]:
         """Give the engine the weights of a version, if it has others; the seconds."""
         if version == self._version:
-            return 0.0
+            return {"push_seconds": 0.0}
         started = time.perf_counter()
         if self._folder is None:
             self._folder = self._parts.open_folder()
         directory = self._folder.directory(version)
         processes.by_first(lambda: self._make_room(version), RolloutError)
+        writing = time.perf_counter()
         self._parts.write(directory, weights)
-        processes.by_first(lambda: self._load(directory, version), RolloutError)
+        phases = {"write": time.perf_counter() - writing}
+        phases |= processes.by_first(
+            lambda: self._load(directory, version), RolloutError
+        )
         self._version = version
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return {"push_seconds": seconds, "push_seconds_by_phase": phases}
 
     def _make_room(self, version: int) -> None:
         """Make room for a version of the weights."""
@@ -125,9 +130,9 @@ class EngineSource(RolloutSource):
         older = self.config.rollouts.max_staleness if self._has_adapter else 1
         self._folder.keep(version, self._parts.size, max(older, 1))
 
-    def _load(self, directory: Path, version: int) -> None:
+    def _load(self, directory: Path, version: int) -> dict[str, float]:
         assert self._pool is not None
-        self._pool.load_weights(directory, version, self._has_adapter)
+        return {**self._pool.load_weights(directory, version, self._has_adapter)}
 
     @property
     def _has_adapter(self) -> bool:

@@ -90,10 +90,11 @@ def _transcript(task: Task, part: Sampled, i: int, version: int) -> Transcript:
     reward, length = _number(graded.rewards[i]), int(completions.lengths[i])
     versions = [(version, length)]
     if part.transcripts is not None:
-        made = part.transcripts[i]
-        versions = versions if made.versions is None else made.versions
+        transcript = part.transcripts[i]
+        if transcript.versions is not None:
+            versions = transcript.versions
         return dataclasses.replace(
-            made, reward=reward, rewards=parts, versions=versions
+            transcript, reward=reward, rewards=parts, versions=versions
         )
     mask = supports = turns = turn_rewards = None
     if completions.own is not None:

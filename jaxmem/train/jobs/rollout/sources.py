@@ -130,8 +130,8 @@ class OwnSampler(RolloutSource):
         prompts = prompts.repeated(grpo.group_size)
         sample = Turns(self._program, self._programs(), weights, (step, attempt))
         if isinstance(self.task, Dialogues):
-            made = self.task.sampled(prompts, sample)
-            return made._replace(decoded=sample.decoded)
+            sampled = self.task.sampled(prompts, sample)
+            return sampled._replace(decoded=sample.decoded)
         samples = sample(prompts.ids, prompts.lengths, 0)
         completions = Completions.of_samples(prompts, samples)
         lengths = completions.lengths

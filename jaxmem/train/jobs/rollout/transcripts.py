@@ -37,7 +37,7 @@ class Transcript:
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]  # sampled, or said by others
-    logprobs: Sequence[float]  # one a token of `completion_ids`; 0 where mask is 0
+    logprobs: Sequence[float]  # one per token of `completion_ids`; 0 where mask is 0
     reward: float | None = None  # None: none, or not yet
     rewards: Mapping[str, float | None] | None = None  # by function
     # 1 for tokens that the policy sampled, 0 for those of others; None: all sampled
@@ -78,7 +78,7 @@ class Transcript:
         if mask is None:
             return
         good = _are_integers(mask) and len(mask) == length and set(mask) <= {0, 1}
-        expected = f"mask must be {length} numbers 0 or 1, one a token"
+        expected = f"mask must be {length} numbers 0 or 1, one per token"
         self.require(good, f"{expected} of completion_ids", mask)
         self.require(1 in mask, "mask is 0 everywhere, so that nothing is learned")
 
@@ -86,7 +86,7 @@ class Transcript:
         values, length = self.logprobs, len(self.completion_ids)
         good = isinstance(values, Sequence) and len(values) == length
         good = good and all(_is_number(x) and x <= _LARGEST_LOGPROB for x in values)
-        expected = f"logprobs must be {length} log-probabilities, one a token of "
+        expected = f"logprobs must be {length} log-probabilities, one per token of "
         self.require(good, f"{expected}completion_ids", values)
         for value, sampled in zip(values, self.sampled, strict=True):
             expected = "logprobs must be 0 where mask is 0"
@@ -96,7 +96,9 @@ class Transcript:
         turns, length = self.turns, len(self.completion_ids)
         if turns is not None:
             good = _are_integers(turns) and len(turns) == length
-            expected = f"turns must be {length} indices, one a token of completion_ids"
+            expected = (
+                f"turns must be {length} indices, one per token of completion_ids"
+            )
             self.require(good, expected, turns)
             steps = np.diff(self.turn_of_token[self.sampled], prepend=0)
             good = steps[0] == 0 and set(steps.tolist()) <= {0, 1}

@@ -5,13 +5,14 @@ import json
 import pathlib
 import signal
 import threading
+import time
 
 import pytest
 
 from jaxmem import checkpoints
 from jaxmem.train import configuration, jobs
 from jaxmem.train.jobs.grpo import job as grpo
-from jaxmem.train.jobs.rollout.engine_source import seed_of
+from jaxmem.train.jobs.rollout.engine_source import EngineSource, seed_of
 from jaxmem.train.jobs.rollout.engines.protocol import EngineError
 from jaxmem.train.jobs.rollout.prompt_tasks import ends_of
 from tests.helpers import runs, texts
@@ -87,7 +88,9 @@ def test_steps_equal_those_of_the_recorded_completions(pools):
     steps = metrics_of()
     assert [step["staleness_max"] for step in steps] == [0, 0, 0]
     assert all(step["mismatch_max"] < 1e-4 for step in steps)
-    assert steps[0]["push_seconds"] > 0 and steps[0]["engine_tokens_per_second"] > 0
+    assert steps[0]["push_seconds"] > steps[0]["push_seconds_by_phase"]["write"] > 0
+    assert steps[0]["push_seconds_by_phase"]["reload"] == 0.25
+    assert steps[0]["engine_tokens_per_second"] > 0
     other, _ = runs.train(
         "grpo.gin", "task.source=run/rollouts/*.jsonl", "task.recorded=True",
         "run.out_dir=again", "rollouts.engine=None", "rollouts.urls=()",
@@ -139,10 +142,16 @@ def connect_to(monkeypatch, make):
     return made
 
 
-def stopped(overrides, after):
-    """Train some steps of a run."""
+def stopped(overrides, after, wait=lambda: None):
+    """Train some steps of a run; `wait` is called before the last is saved."""
+
+    def on_step(metrics):
+        if metrics.step == after:
+            wait()
+        return metrics.step < after
+
     config, text = configuration.load("grpo.gin", overrides)
-    jobs.train(config, text, on_step=lambda metrics: metrics.step < after)
+    jobs.train(config, text, on_step=on_step)
 
 
 def test_staleness_one_samples_a_step_ahead_and_no_further(monkeypatch):
@@ -166,8 +175,18 @@ def test_a_resumed_run_takes_over_the_groups_that_were_sampled_ahead(monkeypatch
     whole, _ = runs.train("grpo.gin", *AHEAD, "run.steps=4", "run.out_dir=whole")
     saving = [*AHEAD, "run.steps=4", "run.checkpoint_every=1"]
     first = connect_to(monkeypatch, lambda x: PunctualPool(x, asked.__getitem__))
-    stopped(saving, after=2)
-    first[0].wait(6)  # the last of them are of step 3
+    # The groups of step 3 are done when step 2 is saved.
+    state = EngineSource.state
+
+    def settled(source):
+        for attempt in source._starts:
+            source._groups.result(attempt)
+        return state(source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineSource, "state", settled)
+        stopped(saving, after=2)
+    assert len(first[0].requests) == 6
     left = {2: 0, 3: 2}  # those of step 3 are known
     second = connect_to(monkeypatch, lambda x: PunctualPool(x, left.__getitem__))
     result, _ = runs.train("grpo.gin", *saving)
@@ -189,7 +208,15 @@ def test_groups_under_way_are_sampled_again_with_their_seeds(monkeypatch):
 
     saving = [*AHEAD, "run.checkpoint_every=1", "rollouts.concurrency=1"]
     connect_to(monkeypatch, Slow)
-    stopped(saving, after=1)
+
+    def fourth_begins():
+        for _ in range(600):
+            if len(begun) == 4:
+                return
+            time.sleep(0.1)
+
+    stopped(saving, after=1, wait=fourth_begins)
+    assert len(begun) == 4
     ending.set()
     made = connect_to(monkeypatch, SamplerPool)
     runs.train("grpo.gin", *saving, "run.steps=2")

@@ -11,7 +11,8 @@ import numpy as np
 from jaxmem.base import messages
 from jaxmem.models.truncation import SamplingConfig
 from jaxmem.train.jobs.rollout.engines import weight_version
-from jaxmem.train.jobs.rollout.engines.patience import EngineFailure, WrongAnswer
+from jaxmem.train.jobs.rollout.engines.http_json import fields
+from jaxmem.train.jobs.rollout.engines.patience import WrongAnswer
 from jaxmem.train.jobs.rollout.engines.protocol import (
     EngineAnswer,
     EngineOptions,
@@ -21,13 +22,6 @@ from jaxmem.train.jobs.rollout.engines.protocol import (
 _LARGEST_LOGPROB = 1e-3  # as of recorded rollouts: 0, and the rounding of an engine
 _OUTSIDE = -9000.0  # engines write -9999 for the log of 0, which JSON does not have
 _MISSING_MASS = 1e-2  # of a support; an engine's float32 sums are within 1e-3
-
-
-def fields(value: Any, name: str = "the answer") -> Mapping[str, Any]:
-    """The value, which must be a JSON object; an EngineFailure if it is none."""
-    if not isinstance(value, dict):
-        raise EngineFailure(f"{name} is not a JSON object: {messages.short(value)}")
-    return value
 
 
 def choices(answer: Any, count: int) -> list[Mapping[str, Any]]:

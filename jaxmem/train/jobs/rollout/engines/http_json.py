@@ -10,7 +10,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxmem.base import messages
@@ -35,6 +35,13 @@ _MOVED = range(300, 400)  # statuses
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 _POLL = 0.2  # seconds between two looks at whether the run is to end
 _PATH = re.compile(r"[!-~]*")
+
+
+def fields(value: Any, name: str = "the answer") -> Mapping[str, Any]:
+    """The value, which must be a JSON object; an EngineFailure if it is none."""
+    if not isinstance(value, dict):
+        raise EngineFailure(f"{name} is not a JSON object: {messages.short(value)}")
+    return value
 
 
 class StatusError(EngineFailure):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmem.base import messages
 from jaxmem.models.truncation import SamplingConfig
 from jaxmem.train.jobs.rollout.engines import weight_version
-from jaxmem.train.jobs.rollout.engines.http_json import Http, StatusError
+from jaxmem.train.jobs.rollout.engines.http_json import Http, StatusError, fields
 from jaxmem.train.jobs.rollout.engines.patience import (
     Deadline,
     EngineError,
@@ -113,9 +113,21 @@ class Engine(abc.ABC):
 
     # What kinds of engines define.
 
-    @abc.abstractmethod
     def read_info(self, deadline: Deadline) -> EngineInfo:
-        """Ask once if the server is ready, for which model and lengths."""
+        """Ask once if the server is ready, for which model and lengths.
+
+        Not by SGLang's /health, which samples a token and so fails while the server is
+        paused, as a killed run may leave it.
+        """
+        answer = fields(self.call("/v1/models", deadline, post=False))
+        try:
+            first = answer["data"][0]
+            model, length = first["id"], first.get("max_model_len")
+        except (TypeError, LookupError, AttributeError) as error:
+            raise EngineFailure(
+                f"/v1/models: no model is named in {messages.short(answer)}"
+            ) from error
+        return EngineInfo(model, length, self.read_version(deadline))
 
     @abc.abstractmethod
     def ask(self, request: SamplingRequest, deadline: Deadline) -> list[EngineAnswer]:
@@ -177,7 +189,7 @@ class Engine(abc.ABC):
         if not directory.is_dir():  # vLLM does not survive a missing directory
             raise EngineError(
                 f"rollouts.weights: {directory} is not a directory, so "
-                f"{self.url} is not told to load it"
+                f"{self.url} does not get it"
             )
         steps = self.update_steps(directory, version, adapter, deadline)
         seconds = {}

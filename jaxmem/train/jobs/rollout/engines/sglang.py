@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.train.jobs.rollout.engines import answer_checks
-from jaxmem.train.jobs.rollout.engines.answer_checks import fields
+from jaxmem.train.jobs.rollout.engines.http_json import fields
 from jaxmem.train.jobs.rollout.engines.patience import (
     Deadline,
     EngineError,
@@ -24,7 +24,6 @@ from jaxmem.train.jobs.rollout.engines.protocol import (
     ROUTE_MISSING,
     Engine,
     EngineAnswer,
-    EngineInfo,
     EngineOptions,
     SamplingRequest,
     stated_version,
@@ -50,19 +49,6 @@ class Sglang(Engine):
             raise EngineError(
                 "grpo.replay_routing=True must stay False with rollouts.engine='sglang'"
             )
-
-    def read_info(self, deadline: Deadline) -> EngineInfo:
-        # Not /health, which samples a token and so fails while the server is paused,
-        # as after a run that was killed.
-        answer = fields(self.call("/v1/models", deadline, post=False))
-        try:
-            first = answer["data"][0]
-            model, length = first["id"], first.get("max_model_len")
-        except (TypeError, LookupError, AttributeError) as error:
-            raise EngineFailure(
-                f"/v1/models: no model is named in {messages.short(answer)}"
-            ) from error
-        return EngineInfo(model, length, self.read_version(deadline))
 
     def ask(self, request: SamplingRequest, deadline: Deadline) -> list[EngineAnswer]:
         members = range(request.count)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxmem.base import messages
 from jaxmem.train.jobs.rollout.engines import answer_checks, weight_version
-from jaxmem.train.jobs.rollout.engines.answer_checks import fields
+from jaxmem.train.jobs.rollout.engines.http_json import fields
 from jaxmem.train.jobs.rollout.engines.patience import (
     Deadline,
     EngineError,
@@ -58,15 +58,7 @@ class Vllm(Engine):
 
     def read_info(self, deadline: Deadline) -> EngineInfo:
         self.call("/health", deadline, post=False)
-        answer = fields(self.call("/v1/models", deadline, post=False))
-        try:
-            first = answer["data"][0]
-            model, length = first["id"], first.get("max_model_len")
-        except (TypeError, LookupError, AttributeError) as error:
-            raise EngineFailure(
-                f"/v1/models: no model is named in {messages.short(answer)}"
-            ) from error
-        return EngineInfo(model, length, self.read_version(deadline))
+        return super().read_info(deadline)
 
     def ask(self, request: SamplingRequest, deadline: Deadline) -> list[EngineAnswer]:
         if self._route == _TOKENS:
@@ -101,8 +93,8 @@ class Vllm(Engine):
             logprobs = fields(choice.get("logprobs"), "logprobs")
             values = logprobs.get("token_logprobs")
             tops = _by_id(logprobs.get("top_logprobs") or [])
-            made = self._answer(choice, request, values, tops)
-            answers.append(self._with_adapter(made, model))
+            sampled = self._answer(choice, request, values, tops)
+            answers.append(self._with_adapter(sampled, model))
         return answers
 
     def _ask_tokens(
@@ -132,8 +124,8 @@ class Vllm(Engine):
                 raise WrongAnswer(
                     f"logprobs.content is {messages.short(content)}"
                 ) from error
-            made = self._answer(choice, request, values, tops)
-            answers.append(self._with_adapter(made, model))
+            sampled = self._answer(choice, request, values, tops)
+            answers.append(self._with_adapter(sampled, model))
         return answers
 
     def _post_samples(self, path: str, deadline: Deadline, body: Any) -> Any:
