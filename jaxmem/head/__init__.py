@@ -7,6 +7,7 @@ from jaxmem.base import imports
 from jaxmem.head.maths.call_report import report as report
 from jaxmem.head.maths.gradients import Recompute as Recompute, Sample as Sample
 from jaxmem.head.maths.head import Head as Head
+from jaxmem.head.maths.recorded import RecordedEntries as RecordedEntries
 from jaxmem.head.maths.row_stats import TokenStats as TokenStats
 from jaxmem.head.verbs.api import (
     entropy as entropy,
@@ -24,6 +25,7 @@ from jaxmem.head.verbs.kinds import (
     ForwardKL as ForwardKL,
     ReverseKL as ReverseKL,
 )
+from jaxmem.head.verbs.recording import record_entries as record_entries
 from jaxmem.head.verbs.selected import selected_logprobs as selected_logprobs
 from jaxmem.head.verbs.single_pass import token_loss as token_loss
 from jaxmem.head.verbs.support import support_logprobs as support_logprobs

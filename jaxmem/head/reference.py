@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import rel_entr  # p ln(p/q), and 0 where p is 0
 
-from jaxmem.head.maths.column_sampling import token_keys
+from jaxmem.head.maths import recorded
+from jaxmem.head.maths.column_sampling import draws, token_keys
 from jaxmem.head.maths.head import as_head
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.verbs.column_targets import Columns, Drawn
@@ -213,6 +214,15 @@ def sample_ids(hidden, W, n, key, **options):
     uniform = jnp.reshape(bits / 2.0**32, (*active.shape, n, 1))
     sums = jnp.cumsum(jax.nn.softmax(z), -1)[..., None, :]
     return jnp.where(active[..., None], jnp.sum(sums <= uniform, -1), -1)
+
+
+def record_entries(hidden, W, labels, k, key, **options):
+    """Logits of k columns a token, drawn by min(1, k p), and statistics."""
+    z, active = read(hidden, W, labels, **options)
+    keys = token_keys(key, active.shape).ravel()
+    rows = jnp.reshape(z, (active.size, -1)), jnp.where(active, labels, -1).ravel()
+    entries = recorded.record(*rows, k, draws(keys))
+    return jax.tree.map(lambda x: x.reshape(*active.shape, *x.shape[1:]), entries)
 
 
 def selected_logprobs(hidden, W, ids, **options):

@@ -185,6 +185,13 @@ class DenseSampler:
         return DenseSampler.gradient(spec, source, rows, dz)
 
     @staticmethod
+    def logits_at(spec, source, rows, columns):
+        head = source.cast(spec)
+        W = head.W if spec.layout == "vd" else head.W.T
+        of_columns = W.at[columns].get(mode="clip").astype(spec.stats_dtype)
+        return jnp.einsum("nd,nkd->nk", head.hidden.astype(W.dtype), of_columns)
+
+    @staticmethod
     def gradient(spec, source, rows, dz):
         row_ids = jnp.arange(len(dz.values))
         dz = whole(spec, ByLogits(dz.values), dz.columns)

@@ -141,6 +141,13 @@ FUNCTIONS = {
         has_gradient=False,
         samples=False,
     ),
+    "record_entries": HeadFunction(
+        lambda module, p, head, options: module.record_entries(
+            p["hidden"], head, p["labels"], K, jax.random.key(0), **options
+        ),
+        has_gradient=False,
+        samples=False,
+    ),
     "selected_logprobs": HeadFunction(
         lambda module, p, head, options: module.selected_logprobs(
             p["hidden"], head, p["ids"], **options

@@ -83,6 +83,17 @@ def backward(
     return gradient(spec, source, rows, dz)
 
 
+def logits_at(
+    spec: Spec, source: Factors, rows: TokenRows, columns: jax.Array
+) -> jax.Array:
+    """See `xla_sampled.logits_at`."""
+    from jaxmem.head.kernels import sampled_logits
+
+    head = source.cast(spec)
+    columns = jnp.where(rows.active[:, None], columns, spec.columns)
+    return sampled_logits.at_entries(columns, head.W, head.hidden, spec.layout)
+
+
 def gradient(
     spec: Spec, source: Factors, rows: TokenRows, dz: SparseDerivative
 ) -> Factors:

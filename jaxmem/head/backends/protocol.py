@@ -213,7 +213,7 @@ class RecomputeLoops(Protocol):
 
 
 class SampleLoops(Protocol):
-    """A backend's loops for `gradient=Sample(k)`."""
+    """A backend's loops for `gradient=Sample(k)` and `gradient=Recorded(entries)`."""
 
     def forward(
         self, spec: Spec, source: Factors, rows: TokenRows, names: Sequence[str]
@@ -226,6 +226,16 @@ class SampleLoops(Protocol):
         entries: Entries,
     ) -> Factors:  # fmt: skip
         """Cotangent of the source from the entries only, in the source's dtypes."""
+        ...
+
+    def logits_at(
+        self, spec: Spec, source: Factors, rows: TokenRows, columns: jax.Array
+    ) -> jax.Array:
+        """Products h Wᵀ of active rows in some columns of each, [N, n].
+
+        Columns are of this shard of the vocabulary; the results of those that do not
+        exist are undefined.
+        """
         ...
 
     def gradient(

@@ -20,6 +20,7 @@ from jaxmem.head.backends import xla
 from jaxmem.head.maths import (
     backend_operands,
     column_sampling,
+    eight_bits,
     row_stats,
     vocab_shards,
 )
@@ -88,6 +89,27 @@ def backward(
         spec, sampling, rows, saved, cotangents, entries
     )
     return gradient(spec, source, rows, dz)
+
+
+def logits_at(
+    spec: Spec, source: Factors, rows: TokenRows, columns: jax.Array
+) -> jax.Array:
+    """Products h Wᵀ of active rows in some columns of each, [N, n].
+
+    Columns, int32 [N, n], are of this shard; the results of those that do not exist,
+    and of inactive rows, are undefined.
+    """
+    head = source.cast(spec)
+
+    def chunk(row_ids, z):
+        hidden = backend_operands.take(head.hidden, row_ids)
+        of_rows = backend_operands.take(columns, row_ids, fill_value=spec.columns)
+        new = eight_bits.logits_at(spec, head, hidden, of_rows)
+        return backend_operands.put(z, row_ids, new)
+
+    zeros = jnp.zeros(columns.shape, spec.stats_dtype)
+    zeros = vocab_shards.vary(zeros, spec.part_varying)
+    return backend_operands.for_active_chunks(spec.chunk, rows.active, chunk, zeros)
 
 
 def gradient(

@@ -23,7 +23,8 @@ _ROUNDED = 2.0**-8 + 2.0**-12
 # Absolute errors relative to a tile's largest: subnormal float16, and the rounding of
 # m, which grows with |m|.
 _BELOW, _OF_MAX = 2.0**-16, 2.0**-22
-MARGIN = 2.0**-7  # of `Sampling`: relative excess of the bounds over the units
+# Of `Sampling`: relative excess of the bounds over the units.
+MARGIN = column_sampling.MARGIN
 
 
 class RowFacts(NamedTuple):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmem.head.maths.gradients import Forward
+from jaxmem.head.maths.gradients import Logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TracedCall:
     chunk: int | None = None
     live_logits_bytes: int = 0
     gradient_samples: int | None = None
-    forward: Forward = "exact"
+    forward: Logits = "exact"
     is_sole_backend: bool = False
 
     def __str__(self):

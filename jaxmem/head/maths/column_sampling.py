@@ -30,6 +30,9 @@ from jaxmem.head.maths.spec import Spec
 
 _BITS = 30  # K units fit, and so does any running sum plus a start
 _ROUNDING = 2.0**-12  # how far a row's probabilities may add up to more than 1
+# Of `Sampling` where tiles of exponentials in 16 bits are searched, and of all records
+# of entries, whose probabilities then do not depend on how they were found.
+MARGIN = 2.0**-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Sampling:
 
 def sampling_of(spec: Spec) -> Sampling:
     """The sampling of K slots over this head's vocabulary, or over this shard of it."""
-    return Sampling(spec.gradient_samples or 0, spec.columns)
+    margin = MARGIN if spec.forward == "recorded" else 0.0
+    return Sampling(spec.gradient_samples or 0, spec.columns, margin)
 
 
 def starts_of(spec: Spec, rows: TokenRows) -> jax.Array:

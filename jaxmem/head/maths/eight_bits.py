@@ -20,6 +20,7 @@ from jaxmem.head.maths.spec import Spec
 CHANNELS = 16  # in 16 bits; half of them are chosen from W, half from hidden
 ERROR = "forward_error"  # the name of `Corrected.error` among outputs and metrics
 _LARGEST = 127
+_DEPTH = 128  # of W [D, V] at a time, whose rows are transposed
 _LOOKED_AT = 4096  # rows of W, evenly spaced, from which channels are chosen
 
 
@@ -110,11 +111,29 @@ def _largest_channels(sizes):
 
 
 def logits_at(spec: Spec, head: Factors, hidden: jax.Array, columns: jax.Array):
-    """Logits z [C, n] of some columns of each row, in the statistics' dtype.
+    """Products h · W_j [C, n] of some columns of each row, in the statistics' dtype.
 
     Those of columns past the last one are undefined.
     """
-    W = head.W if spec.layout == "vd" else head.W.T
+    if spec.layout == "vd":
+        return _products_at(spec, head.W, hidden, columns)
+    depth = hidden.shape[1]
+    width = min(depth, _DEPTH)
+
+    def part(i, z):
+        first = jnp.minimum(i * width, depth - width)
+        W = lax.dynamic_slice_in_dim(head.W, first, width, axis=0).T
+        h = lax.dynamic_slice_in_dim(hidden, first, width, axis=1)
+        is_new = first + jnp.arange(width) >= i * width  # the last part overlaps
+        return z + _products_at(spec, W, jnp.where(is_new, h, 0), columns)
+
+    zeros = jnp.zeros(columns.shape, spec.stats_dtype)
+    zeros = vocab_shards.vary(zeros, spec.part_varying)
+    return lax.fori_loop(0, -(-depth // width), part, zeros)
+
+
+def _products_at(spec, W, hidden, columns):
+    """`logits_at`, of W [V, D]."""
     slots = jnp.arange(1, columns.shape[1] + 1, dtype=jnp.int32)
     n_slots = jnp.max(jnp.where(columns < spec.columns, slots, 0))
 
@@ -122,7 +141,8 @@ def logits_at(spec: Spec, head: Factors, hidden: jax.Array, columns: jax.Array):
         W_rows = W.at[columns[:, k]].get(mode="clip").astype(spec.stats_dtype)
         return z.at[:, k].set(jnp.sum(W_rows * hidden.astype(spec.stats_dtype), axis=1))
 
-    zeros = vocab_shards.vary(jnp.zeros(columns.shape, spec.stats_dtype), spec.varying)
+    zeros = jnp.zeros(columns.shape, spec.stats_dtype)
+    zeros = vocab_shards.vary(zeros, spec.part_varying)
     return lax.fori_loop(0, n_slots, slot, zeros)
 
 

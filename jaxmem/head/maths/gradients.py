@@ -8,6 +8,8 @@ from jaxmem.base.fields import check_field, check_numbers
 from jaxmem.base.ranges import integers
 
 Forward = Literal["exact", "int8"]
+# "recorded": of entries alone, which were recorded before
+Logits = Literal["exact", "int8", "recorded"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxmem.head.maths.gradients import Forward, Gradient
+from jaxmem.head.maths.gradients import Gradient, Logits
 from jaxmem.head.maths.vocab_shards import Shards
 
 Layout = Literal["vd", "dv"]
@@ -50,7 +50,7 @@ class Spec:
     frozen_head: bool = False  # W and bias are not differentiated
     gradient_blocks: int = 1  # of the vocabulary, each with sums of W's gradient
     gradient_samples: int | None = None  # entries of a token's derivative; None: all
-    forward: Forward = "exact"  # the product that makes the logits
+    forward: Logits = "exact"  # the product that makes the logits
     recomputes: bool = False  # backward recomputes logits even if W is constant
     shards: Shards | None = None  # the sharding of the vocabulary over mesh axes
     varying: frozenset[str] = frozenset()  # mesh axes along which row outputs vary
