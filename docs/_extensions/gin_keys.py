@@ -2,18 +2,16 @@
 
 import dataclasses
 import inspect
-import io
-import tokenize
 
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
-from jaxmem.base import user_code
-from jaxmem.train import configuration
+from jaxmem.base import fields, user_code
+from jaxmem.train import configuration, keys
 
 
 class GinKeys(SphinxDirective):
-    """The table of a section: key, type, default, and the comment of its field."""
+    """The table of a section: key, type, default and help."""
 
     required_arguments = 1
 
@@ -27,51 +25,25 @@ class GinKeys(SphinxDirective):
 
 
 def table(section: str) -> list[str]:
-    """Lines of Markdown, one row per field of the section's dataclass."""
-    made = configuration.sections()[section]
-    comments = field_comments(made)
+    """Lines of Markdown, one row per setting of the section and of its groups."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for field in dataclasses.fields(made):
-        kind = inspect.formatannotation(field.type).replace("typing.", "")
-        kind = user_code.choices(field) or kind
-        cells = f"`{section}.{field.name}`", f"`{kind}`", _default(field)
-        row = [cell.replace("|", "\\|") for cell in (*cells, comments[field.name])]
-        lines.append(f"| {' | '.join(row)} |")
+    for path, group in fields.groups(configuration.sections()[section]).items():
+        helps = keys.help_of(group)
+        for setting in fields.fields(group):
+            if setting.group is not None:
+                continue
+            kind = inspect.formatannotation(setting.annotation).replace("typing.", "")
+            kind = user_code.choices(setting) or kind
+            key = ".".join(filter(None, (section, path, setting.path)))
+            cells = f"`{key}`", f"`{kind}`", _default(setting), helps[setting.path]
+            row = [cell.replace("|", "\\|") for cell in cells]
+            lines.append(f"| {' | '.join(row)} |")
     return lines
 
 
-def _default(field) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"`{field.default!r}`"
-    if field.default_factory is not dataclasses.MISSING:
-        return f"`{field.default_factory()!r}`"
-    return "required"
-
-
-def field_comments(made: type) -> dict[str, str]:
-    """The comment beside each field of a dataclass, or in the lines above it."""
-    found: dict[str, str] = {}
-    names = {field.name for field in dataclasses.fields(made)}
-    above: list[str] = []
-    name, depth = "", 0
-    for token in tokenize.generate_tokens(
-        io.StringIO(inspect.getsource(made)).readline
-    ):
-        starts_line = token.line[: token.start[1]].strip() == ""
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("# ")
-            if starts_line and depth == 0:
-                above.append(text)
-            elif name:
-                found[name] = f"{found[name]} {text}".strip()
-        elif token.type == tokenize.OP:
-            depth += (token.string in "([{") - (token.string in ")]}")
-        elif token.type == tokenize.NAME and starts_line and depth == 0:
-            name = token.string if token.string in names else ""
-            if name:
-                found.setdefault(name, " ".join(above))
-            above = []
-    return {name: found.get(name, "") for name in names}
+def _default(setting: fields.Setting) -> str:
+    is_required = setting.default is dataclasses.MISSING
+    return "required" if is_required else f"`{setting.default!r}`"
 
 
 def setup(app):

@@ -1,20 +1,256 @@
-"""Checks of training-config fields, which all raise errors of one form."""
+"""Sections of a configuration: dataclasses whose annotations have all facts of fields.
+
+    @dataclasses.dataclass(frozen=True)
+    class PolicyConfig:
+        prompts: Annotated[int, integers(1), "number of prompts in a rollout"] = 32
+        scale: Annotated[Literal["group", "batch"], "divisor of rewards"] = "group"
+        rope: Annotated[RopeConfig, "rotary position embedding"] = RopeConfig()
+
+        RULES = (needs("scale", "several prompts", lambda self: self.prompts > 1),)
+
+        def __post_init__(self):
+            check(self)
+
+A text is the help that `jaxmem train --keys` prints. An object with a method `fault` is
+a constraint on the value: `base.ranges.Range`, `Must`, `base.user_code.Named`. The
+choices of a Literal are checked too. A field that is a dataclass is a group of
+settings, which are named by their whole path: `rope.theta`. `RULES` are conditions that
+several settings have to meet together (`base.rules`).
+"""
 
 import dataclasses
+import functools
+import operator
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeVar
 
 from jaxmem.base import messages
 from jaxmem.base.ranges import Range, integers, reals
+
+_T = TypeVar("_T")
+_Kind = TypeVar("_Kind")
+
+
+@typing.runtime_checkable
+class Constraint(Protocol):
+    """A constraint on the value of one field, in its annotation."""
+
+    def fault(self, value: Any, optional: bool) -> str | None:
+        """The fault of a value, as in "must be above 0"; None for a good value.
+
+        `optional` is True if the field may be None; `value` is then not None.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Must:
+    """A constraint in words, with the function that is True of good values."""
+
+    be: str  # as in "a directory, or None"
+    is_good: Callable[[Any], bool]
+
+    def fault(self, value: Any, optional: bool) -> str | None:
+        """See `Constraint`."""
+        return None if self.is_good(value) else f"must be {self.be}"
+
+
+class JointConstraint(Protocol):
+    """A condition on several settings of a section; `base.rules` has its kinds."""
+
+    def fault(self, config: Any, prefix: str) -> str | None:
+        """The error of a configuration; None if the condition is met.
+
+        `prefix` stands before the paths of settings: "ModelConfig.", or "".
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field of a section, or of a group within it, with all of its facts."""
+
+    path: str  # within the section, as in "rope.theta"
+    annotation: Any  # without its metadata: the type
+    default: Any  # dataclasses.MISSING for none
+    facts: tuple[Any, ...] = ()  # the annotation's metadata
+
+    @property
+    def help(self) -> str:
+        """The help of the field, on one line; empty for none."""
+        return " ".join(fact for fact in self.facts if isinstance(fact, str))
+
+    @property
+    def is_optional(self) -> bool:
+        """True if the value may be None."""
+        return type(None) in typing.get_args(self.annotation)
+
+    @property
+    def group(self) -> type | None:
+        """The dataclass of a field that is a group of settings; else None."""
+        is_group = isinstance(self.annotation, type) and dataclasses.is_dataclass(
+            self.annotation
+        )
+        return self.annotation if is_group else None
+
+    def fact(self, kind: type[_Kind]) -> _Kind | None:
+        """The first fact of a class; None without one."""
+        return next((fact for fact in self.facts if isinstance(fact, kind)), None)
+
+    def fault(self, value: Any) -> str | None:
+        """The fault of a value, of a Literal or a constraint; None for a good one."""
+        if value is None and self.is_optional:
+            return None
+        for fact in self.facts:
+            if isinstance(fact, Constraint):
+                if (fault := fact.fault(value, self.is_optional)) is not None:
+                    return fault
+        if _is_choice(self.annotation) and not accepts(self.annotation, value):
+            return f"must be {describe(self.annotation)}"
+        return None
+
+
+@functools.cache
+def fields(section: type) -> tuple[Setting, ...]:
+    """The fields of a dataclass in their order; a group is one of them."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    return tuple(
+        Setting(field.name, *_split(hints[field.name], _default(field)))
+        for field in dataclasses.fields(section)
+        if field.init
+    )
+
+
+@functools.cache
+def settings(section: type) -> Mapping[str, Setting]:
+    """The settings of a dataclass and of its groups, by their path."""
+    return types.MappingProxyType({s.path: s for s in _settings(section)})
+
+
+def groups(section: type) -> dict[str, type]:
+    """The dataclasses of a section by their path: its own at "", then its groups."""
+    inner = (field for field in fields(section) if field.group is not None)
+    return {"": section} | {
+        f"{field.path}.{path}".rstrip("."): group
+        for field in inner
+        for path, group in groups(typing.cast(type, field.group)).items()
+    }
+
+
+def value_of(config: Any, path: str) -> Any:
+    """The value of a setting."""
+    return operator.attrgetter(path)(config)
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """The value of every setting of a section, by path."""
+    return {path: value_of(config, path) for path in settings(type(config))}
+
+
+def build(
+    section: type[_T],
+    values: Mapping[str, Any],
+    base: Any = None,
+    name: str | None = None,
+) -> _T:
+    """The dataclass of some settings, by path, and of defaults for all others.
+
+    Args:
+        section: the dataclass.
+        values: settings by path.
+        base: an object whose settings are the defaults; None: those of the class.
+        name: the name that errors begin with; None: that of the class.
+
+    Raises:
+        ValueError: a value cannot be used. The message names it by its whole path, as
+            in `ModelConfig.rope.theta`.
+    """
+    own = {path: value for path, value in values.items() if "." not in path}
+    inner: dict[str, dict[str, Any]] = {}  # by the first part of their paths
+    for path in values.keys() - own.keys():
+        first, _, rest = path.partition(".")
+        inner.setdefault(first, {})[rest] = values[path]
+    for field in fields(section):
+        if field.path not in inner or field.group is None:
+            continue
+        default = field.default if base is None else getattr(base, field.path)
+        whole = _join(section.__name__ if name is None else name, field.path)
+        try:
+            own[field.path] = build(
+                field.group,
+                inner[field.path],
+                None if default is dataclasses.MISSING else default,
+            )
+        except ValueError as error:
+            text = str(error).replace(f"{field.group.__name__}.", f"{whole}.")
+            raise ValueError(text) from error
+    return section(**own) if base is None else dataclasses.replace(base, **own)
+
+
+def check(config: Any, name: str | None = None) -> None:
+    """Raise a ValueError that names the first setting that cannot be used.
+
+    Constraints of single settings come first, then the conditions of `RULES`; those of
+    a group come before those of the section that it is in.
+
+    Args:
+        config: the dataclass.
+        name: the name that errors begin with; None: that of its class.
+    """
+    fault = next(_faults(config, type(config).__name__ if name is None else name), None)
+    if fault is not None:
+        raise ValueError(fault)
+
+
+def _faults(config: Any, name: str) -> Iterator[str]:
+    for field in fields(type(config)):
+        value, path = getattr(config, field.path), _join(name, field.path)
+        if field.group is not None:
+            yield from _faults(value, path)
+        elif fault := field.fault(value):
+            yield f"{path} {fault}, got {messages.short(value)}"
+    rules: Iterable[JointConstraint] = getattr(type(config), "RULES", ())
+    for rule in rules:
+        if fault := rule.fault(config, _join(name, "")):
+            yield fault
+
+
+def _join(name: str, path: str) -> str:
+    return f"{name}.{path}" if name else path
+
+
+def _settings(section: type) -> Iterator[Setting]:
+    for field in fields(section):
+        if field.group is None:
+            yield field
+            continue
+        for setting in settings(field.group).values():
+            path, default = f"{field.path}.{setting.path}", setting.default
+            if field.default is not dataclasses.MISSING:
+                default = value_of(field.default, setting.path)
+            yield dataclasses.replace(setting, path=path, default=default)
+
+
+def _split(annotation: Any, default: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The type, the default and the metadata of an annotation."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return annotation.__origin__, default, annotation.__metadata__
+    return annotation, default, ()
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def check_field(config: object, name: str, good: bool, expected: str) -> None:
     """Raise a ValueError unless a field is good; `expected` describes good values."""
     if not good:
         field = f"{type(config).__name__}.{name}"
-        raise ValueError(messages.must_be(field, expected, getattr(config, name)))
+        raise ValueError(messages.must_be(field, expected, value_of(config, name)))
 
 
 def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
@@ -65,6 +301,8 @@ def problem_of(value: Any) -> str | None:
 def accepts(annotation: Any, value: Any) -> bool:
     """True if a value has the type that a field declares."""
     origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return accepts(choices[0], value)
     if origin in (typing.Union, types.UnionType):
         return any(accepts(choice, value) for choice in choices)
     if origin is Literal:
@@ -77,6 +315,8 @@ def accepts(annotation: Any, value: Any) -> bool:
 def describe(annotation: Any) -> str:
     """The type that a field declares, in words."""
     origin, choices = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return describe(choices[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(choice) for choice in choices)
     if origin is Literal:
@@ -84,3 +324,11 @@ def describe(annotation: Any) -> str:
     if annotation is types.NoneType:
         return "None"
     return (origin or annotation).__name__
+
+
+def _is_choice(annotation: Any) -> bool:
+    """True for a Literal, and for a Literal or None."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = typing.get_args(annotation) if is_union else (annotation,)
+    kinds = [kind for kind in kinds if kind is not types.NoneType]
+    return all(typing.get_origin(kind) is Literal for kind in kinds)

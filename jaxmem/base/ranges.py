@@ -53,6 +53,11 @@ class Range:
             return f"must be 0 or at least {_format_bound(SMALLEST)} in size (float32)"
         return None
 
+    def fault(self, value: Any, optional: bool) -> str | None:
+        """The fault of a field's value, as `base.fields.Constraint` has it."""
+        problem = self.problem(value)
+        return f"{problem}, or None" if problem and optional else problem
+
     @property
     def _describe_bounds(self) -> str:
         low, high = _format_bound(self.low), _format_bound(self.high)

@@ -4,10 +4,10 @@
 
 `key` is the key of the configuration that has the name, for errors; `known` maps names
 of shipped objects to them; `accepts` is True of what the key can use, and `kind` says
-what that is. A field that may name code is declared with `field(default)`, so that runs
+what that is. A field that may name code has `Named` in its annotation, so that runs
 record a digest of the code, and commands that read a run refuse what they do not trust:
 
-    loss: str = user_code.field("grpo")
+    loss: Annotated[str, user_code.Named(LOSSES), "loss of a token"] = "grpo"
 """
 
 import abc
@@ -24,9 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxmem.base import guests, messages
+from jaxmem.base import fields, guests, messages
+from jaxmem.base.fields import Setting
 
-_MARK, _KNOWN = "names_code", "known"  # in the metadata of a field
 _DIGITS = 12  # hexadecimal ones of a digest that are shown
 
 
@@ -38,29 +38,41 @@ class UserCodeError(ValueError):
     """Code cannot be used; the message names the key, the file and its line."""
 
 
-def field(default: Any, known: Mapping[str, Any] | None = None) -> Any:
-    """A field of a dataclass that may name code, or a row of `known` by its key."""
-    metadata = {_MARK: True, _KNOWN: known}
-    return dataclasses.field(default=default, metadata=metadata)
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A fact of a field: it may name code, or a row of `known` by its key, or several.
+
+    Without `known`, the code that reads the field checks its names.
+    """
+
+    known: Mapping[str, Any] | None = None
+
+    def fault(self, value: Any, optional: bool) -> str | None:
+        """See `base.fields.Constraint`; nothing is imported."""
+        if not self.known:
+            return None
+        if isinstance(value, str) and (value in self.known or names_code(value)):
+            return None
+        return f"must be {_describe_names(self.known)}"
 
 
-def choices(declared: dataclasses.Field) -> str:
-    """The names that a field of `field` may have, in words; empty without `known`."""
-    known = declared.metadata.get(_KNOWN)
-    if not known:
+def choices(setting: Setting) -> str:
+    """The names that a field may have, in words; empty without known ones."""
+    named = setting.fact(Named)
+    if named is None or not named.known:
         return ""
-    return _describe_names(known) + (", or None" if declared.default is None else "")
+    return _describe_names(named.known) + (", or None" if setting.is_optional else "")
 
 
-def object_error(key: str, declared: dataclasses.Field, value: Any) -> str | None:
-    """The error of a field of `field` that got code itself; None: it got other things.
+def object_error(key: str, setting: Setting, value: Any) -> str | None:
+    """The error of a field of `Named` that got code itself; None: it got other things.
 
     Args:
         key: the key of the configuration.
-        declared: the field of a dataclass, which need not be one of `field`.
+        setting: the field, which need not be one of `Named`.
         value: the key's value, or several in a tuple.
     """
-    if not declared.metadata.get(_MARK):
+    if setting.fact(Named) is None:
         return None
     values = value if isinstance(value, tuple) else (value,)
     code = next((each for each in values if callable(each)), None)
@@ -73,21 +85,6 @@ def object_error(key: str, declared: dataclasses.Field, value: Any) -> str | Non
         f"{key} is the name of a {kind} in a file: write it to a file and name it, as "
         f'in "file.py:{name}"'
     )
-
-
-def check_names(config: Any) -> None:
-    """Raise a ValueError unless fields with `known` rows name one, or code, or nothing.
-
-    Nothing is imported.
-    """
-    for declared in dataclasses.fields(config):
-        known, name = declared.metadata.get(_KNOWN), getattr(config, declared.name)
-        unset = name is None and declared.default is None
-        if not known or unset:
-            continue
-        if not (isinstance(name, str) and (name in known or names_code(name))):
-            field_name = f"{type(config).__name__}.{declared.name}"
-            raise ValueError(messages.must_be(field_name, _describe_names(known), name))
 
 
 def load(
@@ -180,11 +177,13 @@ def missing_hooks(kind: type[Hooked]) -> str:
 
 def names_in(section: str, config: Any) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of code that the fields of a section name."""
-    for declared in dataclasses.fields(config):
-        value = getattr(config, declared.name) if declared.metadata.get(_MARK) else None
+    for path, setting in fields.settings(type(config)).items():
+        if setting.fact(Named) is None:
+            continue
+        value = fields.value_of(config, path)
         for name in value if isinstance(value, tuple) else (value,):
             if name is not None and names_code(name):
-                yield f"{section}.{declared.name}", name
+                yield f"{section}.{path}", name
 
 
 def digest(name: str, key: str) -> str:

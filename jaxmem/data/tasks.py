@@ -9,28 +9,18 @@ number.
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 
 from jaxmem.base import user_code
-from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.fields import check, check_field
 from jaxmem.base.ranges import integers, reals
 from jaxmem.data.mixing import check_weights
 from jaxmem.head.maths.random_streams import Stream
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
 PAD_ID, EOS_ID = 0, 1
-_RANGES = {
-    "digits": integers(1, 18),
-    "seed": integers(0, below=2**31),
-    "timeout": reals(above=0),
-    "held_out": reals(0, below=1),
-    "max_prompt_tokens": integers(1, limit=2**24),
-    "max_turns": integers(1, limit=2**10),
-    "max_reply_tokens": integers(1, limit=2**20),
-    "workers": integers(1, limit=2**12),
-}
 # Fields about reward functions.
 _OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
 # Fields that change no value of a step: they affect its time, or end the run.
@@ -43,77 +33,139 @@ _IDS = {word: i for i, word in enumerate(VOCABULARY)}
 class TaskConfig:
     """The prompts of a task, and the rewards of completions."""
 
-    # prompts: "arithmetic" (generated sums of two numbers), or paths, globs and folders
-    # of .jsonl, .csv, .parquet and other files of records
-    source: str | tuple[str, ...] = "arithmetic"
-    # name of a reward function. For sums: "exact" (1 for the answer, else 0) or
-    # "prefix" (share of the answer that is right from its start). For files: exact,
-    # prefix, regex, number, gsm8k, math, json_schema, unit_tests, length, overlong,
-    # "file.py:function" or "package.module:function", or a tuple of several
-    reward: str | tuple[str, ...] = user_code.field("exact")
-    # factor of each reward. None: 1 each
-    reward_weights: tuple[float, ...] | None = None
-    # maximum seconds of one call of a reward or an environment, and of task.rollout
-    # from one completion to the next. None: no limit
-    timeout: float | None = None
-    # if a reward function raises an error or takes too long: "raise" ends the run,
-    # "mask" leaves its completions out of their groups and the loss
-    reward_errors: Literal["raise", "mask"] = "raise"
-    # if all reward functions return None for a completion: "mask" leaves it out of its
-    # group and the loss, "raise" ends the run
-    unrewarded: Literal["mask", "raise"] = "mask"
-    # True: records are completions that were sampled before, with prompt_ids,
-    # completion_ids, logprobs, a reward and perhaps masks, turns and supports
-    recorded: bool = False
-    # environment that replies between turns: "calculator", or "file.py:Class" or
-    # "package.module:Class" with reset and step. Its rewards replace task.reward. None:
-    # one completion per prompt
-    environment: str | None = user_code.field(None)
-    # function that holds a whole conversation: "file.py:function" or
-    # "package.module:function", called with a record and `complete`, which samples the
-    # model's turns. Its rewards replace task.reward. None: no such function is called
-    rollout: str | None = user_code.field(None)
-    # maximum number of completions in a conversation with an environment or of
-    # task.rollout, or in a recorded one. None: 4 with an environment or task.rollout,
-    # otherwise 1
-    max_turns: int | None = None
-    max_reply_tokens: int = 64  # maximum tokens of a reply to a completion
-    # if an environment fails: "raise" ends the run, "end" ends its conversation and
-    # keeps the rewards so far, "mask" leaves the conversation out of its group and the
-    # loss
-    environment_errors: Literal["raise", "end", "mask"] = "raise"
-    # maximum number of simultaneous calls of environments; while data are read, maximum
-    # number of open environments
-    workers: int = 64
-    # share of each entry of task.source in the prompts. Each entry is repeated as often
-    # as needed, in a new order each time. None: an epoch contains each prompt once
-    weights: tuple[float, ...] | None = None
-    # fraction of a file's prompts, in [0, 1), that is kept out of training for
-    # evaluation. 0.0: if the source is a folder, its files named validation, valid, val
-    # or dev, or else test, are held out
-    held_out: float = 0.0
-    # maximum tokens of a file's prompt; a longer prompt is an error
-    max_prompt_tokens: int = 512
-    # token that ends a completion. None: the tokenizer's end-of-sequence token
-    stop: str | None = None
-    # path of a Jinja template for messages. None: the checkpoint's template
-    chat_template: str | None = None
-    # variables of the chat template, as in {"enable_thinking": False}
-    chat_template_kwargs: dict[str, Any] | None = None
-    # names of the records' columns, as in {"prompt": "my_question"}
-    columns: dict[str, str] | None = None
-    ignored: tuple[str, ...] = ()  # columns, and keys of messages, that are ignored
-    digits: int = 1  # maximum digits of each number of a sum
-    # answer of a sum: "last_digit" is its last digit, one token and nothing after it;
-    # "sum" is all digits and <eos>
-    answer: Literal["last_digit", "sum"] = "last_digit"
-    # True: each epoch has a file's prompts in a new order. False: in the order of the
-    # file
-    shuffle: bool = True
-    seed: int = 0  # seed of the generated sums, and of the orders of a file's prompts
+    source: Annotated[
+        str | tuple[str, ...],
+        'prompts: "arithmetic" (generated sums of two numbers), or paths, globs and '
+        "folders of .jsonl, .csv, .parquet and other files of records",
+    ] = "arithmetic"
+    reward: Annotated[
+        str | tuple[str, ...],
+        user_code.Named(),
+        'name of a reward function. For sums: "exact" (1 for the answer, else 0) or '
+        '"prefix" (share of the answer that is right from its start). For files: '
+        "exact, prefix, regex, number, gsm8k, math, json_schema, unit_tests, length, "
+        'overlong, "file.py:function" or "package.module:function", or a tuple of '
+        "several",
+    ] = "exact"
+    reward_weights: Annotated[
+        tuple[float, ...] | None, "factor of each reward. None: 1 each"
+    ] = None
+    timeout: Annotated[
+        float | None,
+        reals(above=0),
+        "maximum seconds of one call of a reward or an environment, and of "
+        "task.rollout from one completion to the next. None: no limit",
+    ] = None
+    reward_errors: Annotated[
+        Literal["raise", "mask"],
+        'if a reward function raises an error or takes too long: "raise" ends the '
+        'run, "mask" leaves its completions out of their groups and the loss',
+    ] = "raise"
+    unrewarded: Annotated[
+        Literal["mask", "raise"],
+        'if all reward functions return None for a completion: "mask" leaves it out '
+        'of its group and the loss, "raise" ends the run',
+    ] = "mask"
+    recorded: Annotated[
+        bool,
+        "True: records are completions that were sampled before, with prompt_ids, "
+        "completion_ids, logprobs, a reward and perhaps masks, turns and supports",
+    ] = False
+    environment: Annotated[
+        str | None,
+        user_code.Named(),
+        'environment that replies between turns: "calculator", or "file.py:Class" or '
+        '"package.module:Class" with reset and step. Its rewards replace task.reward. '
+        "None: one completion per prompt",
+    ] = None
+    rollout: Annotated[
+        str | None,
+        user_code.Named(),
+        'function that holds a whole conversation: "file.py:function" or '
+        '"package.module:function", called with a record and `complete`, which '
+        "samples the model's turns. Its rewards replace task.reward. None: no such "
+        "function is called",
+    ] = None
+    max_turns: Annotated[
+        int | None,
+        integers(1, limit=2**10),
+        "maximum number of completions in a conversation with an environment or of "
+        "task.rollout, or in a recorded one. None: 4 with an environment or "
+        "task.rollout, otherwise 1",
+    ] = None
+    max_reply_tokens: Annotated[
+        int, integers(1, limit=2**20), "maximum tokens of a reply to a completion"
+    ] = 64
+    environment_errors: Annotated[
+        Literal["raise", "end", "mask"],
+        'if an environment fails: "raise" ends the run, "end" ends its conversation '
+        'and keeps the rewards so far, "mask" leaves the conversation out of its '
+        "group and the loss",
+    ] = "raise"
+    workers: Annotated[
+        int,
+        integers(1, limit=2**12),
+        "maximum number of simultaneous calls of environments; while data are read, "
+        "maximum number of open environments",
+    ] = 64
+    weights: Annotated[
+        tuple[float, ...] | None,
+        "share of each entry of task.source in the prompts. Each entry is repeated as "
+        "often as needed, in a new order each time. None: an epoch contains each "
+        "prompt once",
+    ] = None
+    held_out: Annotated[
+        float,
+        reals(0, below=1),
+        "fraction of a file's prompts, in [0, 1), that is kept out of training for "
+        "evaluation. 0.0: if the source is a folder, its files named validation, "
+        "valid, val or dev, or else test, are held out",
+    ] = 0.0
+    max_prompt_tokens: Annotated[
+        int,
+        integers(1, limit=2**24),
+        "maximum tokens of a file's prompt; a longer prompt is an error",
+    ] = 512
+    stop: Annotated[
+        str | None,
+        "token that ends a completion. None: the tokenizer's end-of-sequence token",
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        "path of a Jinja template for messages. None: the checkpoint's template",
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        'variables of the chat template, as in {"enable_thinking": False}',
+    ] = None
+    columns: Annotated[
+        dict[str, str] | None,
+        'names of the records\' columns, as in {"prompt": "my_question"}',
+    ] = None
+    ignored: Annotated[
+        tuple[str, ...], "columns, and keys of messages, that are ignored"
+    ] = ()
+    digits: Annotated[
+        int, integers(1, 18), "maximum digits of each number of a sum"
+    ] = 1
+    answer: Annotated[
+        Literal["last_digit", "sum"],
+        'answer of a sum: "last_digit" is its last digit, one token and nothing after '
+        'it; "sum" is all digits and <eos>',
+    ] = "last_digit"
+    shuffle: Annotated[
+        bool,
+        "True: each epoch has a file's prompts in a new order. False: in the order of "
+        "the file",
+    ] = True
+    seed: Annotated[
+        int,
+        integers(0, below=2**31),
+        "seed of the generated sums, and of the orders of a file's prompts",
+    ] = 0
 
     def __post_init__(self):
-        check_numbers(self, _RANGES)
+        check(self)
         check_weights(self)
         answers, rewards = ("last_digit", "sum"), ("exact", "prefix")
         check_field(self, "answer", self.answer in answers, f"one of {answers}")

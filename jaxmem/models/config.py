@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,7 @@ class ModelConfig:
     # function of (config, rngs), "file.py:function" or "package.module:function", that
     # makes your own Flax NNX module (jaxmem.models.own_model); only the tokenizer of
     # model.checkpoint is then read. None: jaxmem's decoder
-    factory: str | None = user_code.field(None)
+    factory: Annotated[str | None, user_code.Named()] = None
     layers: int = 4  # number of blocks
     hidden: int = 160  # width of the residual stream
     ff: int = 448  # width inside the feed-forward layer

@@ -1,21 +1,20 @@
 """Loads gin files into frozen dataclasses; the only module that imports gin.
 
 A file binds `section.field = value`, may `include` another, and is followed by
-`section.field=value` overrides.  An unknown field or a wrong type is an error that
-names the line and suggests a similar one.  `%gin.REQUIRED` marks a placeholder, which
-another binding has to replace.  `run.job` is read first, because a job of one's own has
-sections of its own.
+`section.field=value` overrides. A field of a group of settings is
+`section.group.field`. An unknown field or a wrong type is an error that names the line
+and suggests a similar one. `%gin.REQUIRED` marks a placeholder, which another binding
+has to replace. `run.job` is read first, because a job of one's own has sections of its
+own.
 """
 
 import ast
-import dataclasses
 import difflib
 import json
 import os
 import re
 import sys
 import tokenize
-import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +22,12 @@ from typing import Any, NamedTuple
 import gin
 from gin import config as gin_config, config_parser
 
-from jaxmem.base import messages, shipped, user_code
-from jaxmem.base.fields import accepts, describe, problem_of
+from jaxmem.base import fields, messages, shipped, user_code
+from jaxmem.base.fields import Setting, accepts, describe, problem_of
 from jaxmem.base.user_code import UserCodeError
 from jaxmem.data import python_records
 from jaxmem.models.config import OTHER_NAMES, translation
-from jaxmem.train import keys, peers
+from jaxmem.train import keys, peers, renamed_keys
 from jaxmem.train.jobs import JOBS, Job
 from jaxmem.train.jobs.job import job_named
 from jaxmem.train.settings import JobConfig
@@ -39,8 +38,6 @@ class ConfigError(ValueError):
 
 
 Jobs = Mapping[str, type[Job]]  # by the value of run.job
-# Gin's, by section; made at the first use, and again for another job's dataclass.
-_CONFIGURABLES: dict[str, tuple[type, Any]] = {}
 
 
 def sections(jobs: Jobs = JOBS) -> dict[str, type]:
@@ -52,14 +49,25 @@ def sections(jobs: Jobs = JOBS) -> dict[str, type]:
     }
 
 
-def _gin_configurable(section: str, dataclass: type) -> Any:
-    if _CONFIGURABLES.get(section, (None,))[0] is not dataclass:
-        with gin_config.interactive_mode():  # where a name may be bound again
-            configurable = gin.external_configurable(
-                dataclass, name=section, module="jaxmem"
-            )
-        _CONFIGURABLES[section] = dataclass, configurable
-    return _CONFIGURABLES[section][1]
+def _groups(jobs: Jobs) -> dict[str, type]:
+    """The dataclass of each section and of each group of settings, by its whole name.
+
+    A field of a section that is a dataclass is a group, as in `model.rope`.
+    """
+    return {
+        f"{section}.{path}".rstrip("."): group
+        for section, dataclass in sections(jobs).items()
+        for path, group in fields.groups(dataclass).items()
+    }
+
+
+def _settings(jobs: Jobs) -> dict[str, Setting]:
+    """Every setting by its key."""
+    return {
+        f"{section}.{path}": setting
+        for section, dataclass in sections(jobs).items()
+        for path, setting in fields.settings(dataclass).items()
+    }
 
 
 # What replaces a placeholder, for errors.
@@ -100,8 +108,8 @@ def load(
     """Read a gin file, then the overrides.
 
     The last binding of a key counts; that an override replaces another one is printed.
-    A later `run.steps` also replaces an earlier `run.epochs`. Gin's configuration,
-    which is global to the process, is empty afterwards.
+    A later `run.steps` also replaces an earlier `run.epochs`. Gin only parses the file:
+    its configuration, which is global to the process, is neither read nor changed.
 
     Args:
         path: the file, or the name of a shipped one.  Included files are looked up in
@@ -129,22 +137,14 @@ def _build(
 ) -> tuple[JobConfig, str]:
     """The configuration of bindings in their order, and its text."""
     jobs = _known_jobs(bindings)
+    known = _settings(jobs)
     for binding in bindings:
-        _check_known(binding, jobs)
-    effective = _effective_bindings(_without_epochs(bindings), sections(jobs))
+        if not (binding.is_macro or binding.key in known):
+            raise ConfigError(_describe_unknown(binding, jobs))
+    effective = _effective_bindings(_without_epochs(bindings), known)
     effective = _replace_placeholders(effective, optional)
-    locations = {key: binding.where for key, binding in effective.items()}
-    # Clear gin's global state before and after.
-    gin.clear_config()
-    try:
-        for section, dataclass in sections(jobs).items():
-            _gin_configurable(section, dataclass)
-        for key, binding in effective.items():
-            gin.bind_parameter(_gin_key(key), binding.value)
-        config = _build_job(jobs, locations)
-        return config, keys.text(config)
-    finally:
-        gin.clear_config()
+    config = _build_job(jobs, _resolved(effective))
+    return config, keys.text(config)
 
 
 def make(name: str | os.PathLike[str], /, **sections: Mapping[str, Any]) -> Any:
@@ -156,10 +156,10 @@ def make(name: str | os.PathLike[str], /, **sections: Mapping[str, Any]) -> Any:
         name: a shipped file, with its suffix or without ("sft_lora",
             "recipes/qwen3_8b_24g"), a path, or the value of run.job ("sft", "dpo",
             "grpo", "distill", "file.py:Class"), for the defaults.
-        sections: settings by section and field, as in model={"lora_rank": 8}. Lists
-            become tuples, and paths strings. data.source and task.source may also be
-            records: dicts in a list or in a `datasets.Dataset`, which are kept in the
-            cache under their digest.
+        sections: settings by section and field, as in model={"lora_rank": 8}; those of
+            a group are a dict within. Lists become tuples, and paths strings.
+            data.source and task.source may also be records: dicts in a list or in a
+            `datasets.Dataset`, which are kept in the cache under their digest.
 
     Returns:
         The frozen dataclass that `load` returns, for `jaxmem.train.train`.
@@ -173,15 +173,34 @@ def make(name: str | os.PathLike[str], /, **sections: Mapping[str, Any]) -> Any:
     ('notes.txt', 200)
     """
     bindings = _named_bindings(str(name))
-    for section, fields in sections.items():
-        if not isinstance(fields, Mapping):
-            must_be = messages.must_be(section, "a dict of settings", fields)
+    for section, values in sections.items():
+        if not isinstance(values, Mapping):
+            must_be = messages.must_be(section, "a dict of settings", values)
             raise ConfigError(f"{_MAKE}: {must_be}")
-        for field, value in fields.items():
-            key = f"{section}.{field}"
-            bindings.append(_Binding(key, _python_value(key, value), _MAKE, _MAKE))
+    job = sections.get("run", {}).get("job")
+    named = [] if job is None else [_Binding("run.job", job, _MAKE, _MAKE)]
+    groups = _groups(_known_jobs([*bindings, *named]))
+    old: list[str] = []  # keys
+    for key, value in _python_settings(sections, groups):
+        current = renamed_keys.current(key)
+        old += [key] if current != key else []
+        value = _python_value(current, value)
+        bindings.append(_Binding(current, value, _MAKE, _MAKE))
+    _note(renamed_keys.note(_MAKE, old))
     _check_macros({binding.key: binding for binding in bindings})
     return _build(bindings, ())[0]
+
+
+def _python_settings(
+    values: Mapping[str, Any], groups: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of settings in nested dicts: {"rope": {...}}."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and (key in groups or not prefix):
+            yield from _python_settings(value, groups, f"{key}.")
+        else:
+            yield key, value
 
 
 def _named_bindings(name: str) -> list[_Binding]:
@@ -251,7 +270,8 @@ def _path_of(name: str | os.PathLike[str]) -> Path:
 
 
 def _note(text: str) -> None:
-    print(f"jaxmem: {text}", file=sys.stderr)
+    if text:
+        print(f"jaxmem: {text}", file=sys.stderr)
 
 
 def _known_jobs(bindings: Iterable[_Binding]) -> Jobs:
@@ -259,10 +279,7 @@ def _known_jobs(bindings: Iterable[_Binding]) -> Jobs:
     last = {binding.key: binding for binding in bindings}
     if "run.job" not in last or last["run.job"].value is None:
         return JOBS
-    value, where = last["run.job"].value, last["run.job"].where
-    while isinstance(value, gin_config.ConfigurableReference):
-        (name,) = _macros_in(value)
-        value = last[name].value
+    value, where = _resolve(last["run.job"].value, last), last["run.job"].where
     if not isinstance(value, str):
         raise ConfigError(f"{where}: {_describe_wrong_type('run.job', str, value)}")
     try:
@@ -293,20 +310,20 @@ def _names_in(value: Any) -> list[str]:
 
 
 def _effective_bindings(
-    bindings: Iterable[_Binding], dataclasses_of: Mapping[str, type]
+    bindings: Iterable[_Binding], known: Mapping[str, Setting]
 ) -> dict[str, _Binding]:
     """The last binding of each key, without those that a None removes."""
     effective: dict[str, _Binding] = {}
     for binding in bindings:
-        section, _, field = binding.key.partition(".")
+        is_macro, key = binding.is_macro, binding.key
         if (
             binding.value is None
-            and field
-            and not accepts(_field_types(dataclasses_of[section])[field], None)
+            and not is_macro
+            and not accepts(known[key].annotation, None)
         ):
-            effective.pop(binding.key, None)
+            effective.pop(key, None)
         else:
-            effective[binding.key] = binding
+            effective[key] = binding
     return effective
 
 
@@ -358,10 +375,6 @@ def _describe_placeholders(file: str, keys: Sequence[str]) -> str:
     )
 
 
-def _field_types(dataclass: type) -> dict[str, Any]:
-    return typing.get_type_hints(dataclass)
-
-
 def _check_macros(bindings: Mapping[str, _Binding]) -> None:
     uses = {key: _macros_in(binding.value) for key, binding in bindings.items()}
     for key, binding in bindings.items():
@@ -382,6 +395,27 @@ def _macros_in(value: Any) -> list[str]:
     return [r.scoped_selector.removesuffix("/gin.macro") for r in references]
 
 
+def _resolved(bindings: Mapping[str, _Binding]) -> dict[str, _Binding]:
+    """The bindings of keys, with the values of macros in the place of their names."""
+    return {
+        key: binding._replace(value=_resolve(binding.value, bindings))
+        for key, binding in bindings.items()
+        if not binding.is_macro
+    }
+
+
+def _resolve(value: Any, bindings: Mapping[str, _Binding]) -> Any:
+    """A value with those of its macros, whose names `_check_macros` has looked up."""
+    if isinstance(value, gin_config.ConfigurableReference):
+        (name,) = _macros_in(value)
+        return _resolve(bindings[name].value, bindings)
+    if isinstance(value, Mapping):
+        return {key: _resolve(item, bindings) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_resolve(item, bindings) for item in value)
+    return value
+
+
 def _is_required(value: Any) -> bool:
     """True if a value in a file is `%gin.REQUIRED`, gin's mark of a placeholder."""
     reference = isinstance(value, gin_config.ConfigurableReference)
@@ -400,6 +434,7 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
         raise ConfigError(f"{path} includes itself")
     including = (*including, path.resolve())
     first_line: dict[str, int] = {}
+    old: list[str] = []  # keys
     for statement in _parse_statements(path):
         line = statement.location.line_num
         where = f"{path}:{line}"
@@ -407,7 +442,9 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
             case config_parser.IncludeStatement(filename=name):
                 yield from _file_bindings(_find_include(name, path, where), including)
             case config_parser.BindingStatement():
-                key = _checked_key(statement, where)
+                written = _checked_key(statement, where)
+                key = renamed_keys.current(written)
+                old += [written] if written != key else []
                 if key in first_line:
                     raise ConfigError(
                         f"{where}: {key} is already set on line {first_line[key]}"
@@ -419,6 +456,7 @@ def _file_bindings(path: Path, including: tuple[Path, ...]) -> Iterator[_Binding
                 yield _Binding(key, value, where, str(path), is_macro)
             case config_parser.ImportStatement():
                 raise ConfigError(f"{where}: a configuration file cannot import")
+    _note(renamed_keys.note(str(path), old))
 
 
 def _parse_statements(path: Path) -> Iterator[Any]:
@@ -485,10 +523,6 @@ def _checked_key(statement: config_parser.BindingStatement, where: str) -> str:
     return f"{statement.selector}.{statement.arg_name}"
 
 
-def _gin_key(key: str) -> str | tuple[str, str, str]:
-    return key if "." in key else (key, "gin.macro", "value")
-
-
 def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
     bindings = []
     for override in overrides:
@@ -499,7 +533,12 @@ def _override_bindings(overrides: Iterable[str]) -> list[_Binding]:
             raise ConfigError(
                 f"{where}: expected section.field=value, as in data.batch_size=16"
             )
-        bindings.append(_Binding(key, _override_value(text, where), where, override))
+        current = renamed_keys.current(key)
+        if current != key:
+            _note(renamed_keys.note(where, [key]))
+        bindings.append(
+            _Binding(current, _override_value(text, where), where, override)
+        )
     return bindings
 
 
@@ -516,41 +555,41 @@ def _override_value(text: str, where: str) -> Any:
         return text.strip()
 
 
-def _check_known(binding: _Binding, jobs: Jobs) -> None:
-    key, known = binding.key, sections(jobs)
-    section, _, field = key.rpartition(".")
-    if binding.is_macro:
-        return
-    if section not in known or field not in _field_names(known[section]):
-        shown = messages.short(key)
-        raise ConfigError(
-            f"{binding.where}: unknown key {shown}; {_suggest_key(key, jobs)}"
-        )
+def _describe_unknown(binding: _Binding, jobs: Jobs) -> str:
+    shown = messages.short(binding.key)
+    suggestion = _suggest_key(binding.key, jobs)
+    return f"{binding.where}: unknown key {shown}; {suggestion}"
 
 
 def _suggest_key(key: str, jobs: Jobs) -> str:
     section, _, field = key.rpartition(".")
-    known = sections(jobs)
-    beside = _related_sections(section, jobs)
+    known = _groups(jobs)
+    if key in known:  # of a group itself
+        example = next(iter(fields.settings(known[key])))
+        return f"it is a group of keys, as in {key}.{example}"
+    beside = _related_sections(section.partition(".")[0], jobs)
     elsewhere = [
-        f"{name}.{field}" for name in beside if field in _field_names(known[name])
+        f"{name}.{field}"
+        for name in known
+        if name.partition(".")[0] in beside and field in _field_names(known[name])
     ]
+    if (answer := renamed_keys.answer(key)) is not None:
+        return answer
     if (answer := peers.answer(key, elsewhere)) is not None:
         return answer
     if elsewhere:  # the field exists in another section
         return f"did you mean {' or '.join(elsewhere)}?"
     nearest = difflib.get_close_matches(section, known, n=1)
     if not nearest:
-        return f"the sections are {', '.join(known)}"
-    fields = _field_names(known[nearest[0]])
-    close = difflib.get_close_matches(field, fields, n=3)
+        return f"the sections are {', '.join(sections(jobs))}"
+    names = _field_names(known[nearest[0]])
+    close = difflib.get_close_matches(field, names, n=3)
     if close:
         return f"did you mean {' or '.join(f'{nearest[0]}.{name}' for name in close)}?"
-    some = difflib.get_close_matches(field, fields, n=_MOST_KEYS, cutoff=0)
+    some = difflib.get_close_matches(field, names, n=_MOST_KEYS, cutoff=0)
     listed = ", ".join(f"{nearest[0]}.{name}" for name in some)
-    return (
-        f"the nearest keys are {listed}; `jaxmem train --keys {nearest[0]}` lists all"
-    )
+    section = nearest[0].partition(".")[0]
+    return f"the nearest keys are {listed}; `jaxmem train --keys {section}` lists all"
 
 
 def _related_sections(section: str, jobs: Jobs) -> list[str]:
@@ -560,36 +599,38 @@ def _related_sections(section: str, jobs: Jobs) -> list[str]:
     return [name for name in sections(jobs) if any(name in names for names in sharing)]
 
 
-def _field_names(dataclass: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(dataclass)]
+def _field_names(dataclass: type) -> list[str]:
+    """The names of a dataclass's own settings, without those of its groups."""
+    own = (field for field in fields.fields(dataclass) if field.group is None)
+    return [field.path for field in own]
 
 
-def _build_job(jobs: Jobs, locations: dict[str, str]) -> JobConfig:
+def _build_job(jobs: Jobs, bindings: Mapping[str, _Binding]) -> JobConfig:
     """Build every section of the job; raise for keys of another job's sections."""
-    run = _build_section("run", sections(jobs)["run"], locations)
+    run = _build_section("run", sections(jobs)["run"], bindings)
     config = jobs[run.job].Config
     dataclasses_of = config.sections()
     names = list(dataclasses_of)
-    for key, where in locations.items():
+    for key, binding in bindings.items():
         section = key.partition(".")[0]
-        if "." in key and section not in names:
+        if section not in names:
             owner = next(
                 k for k, job in jobs.items() if section in job.Config.sections()
             )
             raise ConfigError(
-                f"{where}: {key} is of the job {owner!r}, but run.job is "
+                f"{binding.where}: {key} is of the job {owner!r}, but run.job is "
                 f"{run.job!r}, whose sections are {', '.join(names)}"
                 f"{_describe_twin(key, dataclasses_of)}"
             )
     parts = {
-        name: _build_section(name, dataclass, locations)
+        name: _build_section(name, dataclass, bindings)
         for name, dataclass in dataclasses_of.items()
         if name != "run"
     }
     try:
         return config(**parts, run=run)
     except ValueError as error:
-        raise ConfigError(_locate_key(error, locations)) from error
+        raise ConfigError(_locate_key(error, bindings)) from error
 
 
 def _describe_twin(key: str, dataclasses_of: Mapping[str, type]) -> str:
@@ -601,44 +642,47 @@ def _describe_twin(key: str, dataclasses_of: Mapping[str, type]) -> str:
     return f"; for prompts it is task.{field}"
 
 
-def _locate_key(error: ValueError, locations: dict[str, str]) -> str:
+def _locate_key(error: ValueError, bindings: Mapping[str, _Binding]) -> str:
     """Prefix the error by the line that set the first key in its message."""
-    keys = re.findall(r"\w+\.\w+", str(error))
-    where = next((locations[key] for key in keys if key in locations), None)
+    keys = re.findall(r"\w+(?:\.\w+)+", str(error))
+    where = next((bindings[key].where for key in keys if key in bindings), None)
     return f"{where}: {error}" if where else str(error)
 
 
-def _build_section(section: str, dataclass: type, locations: dict[str, str]) -> Any:
-    """Check the types of bound values, then let gin construct the dataclass."""
-    types_of = _field_types(dataclass)
-    for field, value in gin.get_bindings(section).items():
-        key, where = f"{section}.{field}", locations[f"{section}.{field}"]
-        declared = dataclass.__dataclass_fields__[field]
-        wrong = user_code.object_error(key, declared, value)
-        if not (wrong or accepts(types_of[field], value)):
-            wrong = _describe_wrong_type(key, types_of[field], value)
+def _build_section(
+    section: str, dataclass: type, bindings: Mapping[str, _Binding]
+) -> Any:
+    """Check the types of bound values, then make the dataclass."""
+    values: dict[str, Any] = {}
+    for path, setting in fields.settings(dataclass).items():
+        key = f"{section}.{path}"
+        if key not in bindings:
+            continue
+        where, value = bindings[key].where, bindings[key].value
+        wrong = user_code.object_error(key, setting, value)
+        if not (wrong or accepts(setting.annotation, value)):
+            wrong = _describe_wrong_type(key, setting.annotation, value)
         if wrong:
             raise ConfigError(f"{where}: {wrong}")
         problem = problem_of(value)
         if problem:
             got = messages.short(value)
             raise ConfigError(f"{where}: {key} {problem}, got {got}")
+        values[path] = value
     try:
-        return _gin_configurable(section, dataclass)()
+        return fields.build(dataclass, values)
     except ValueError as error:
-        raise ConfigError(
-            _locate_field(section, dataclass, error, locations)
-        ) from error
+        raise ConfigError(_locate_field(section, dataclass, error, bindings)) from error
 
 
 def _locate_field(
-    section: str, dataclass: type, error: ValueError, locations: dict[str, str]
+    section: str, dataclass: type, error: ValueError, bindings: Mapping[str, _Binding]
 ) -> str:
     """Prefix a dataclass's error by the line of the file that caused it."""
-    message = str(error).split("\n")[0]  # gin appends further lines
+    message = str(error).split("\n")[0]
     message = message.replace(f"{dataclass.__name__}.", f"{section}.")
-    for field in _field_names(dataclass):
-        where = locations.get(f"{section}.{field}")
-        if where and re.search(rf"\b{field}\b", message):
-            return f"{where}: {message}"
+    for path in fields.settings(dataclass):
+        binding = bindings.get(f"{section}.{path}")
+        if binding and re.search(rf"\b{re.escape(path)}\b", message):
+            return f"{binding.where}: {message}"
     return message

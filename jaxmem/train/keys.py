@@ -5,15 +5,15 @@ import inspect
 import io
 import tokenize
 from collections.abc import Iterator, Mapping
-from typing import Any, get_type_hints
+from typing import Any
 
-from jaxmem.base import user_code
-from jaxmem.base.fields import describe
+from jaxmem.base import fields, user_code
+from jaxmem.base.fields import Setting, describe
 from jaxmem.train.settings import JobConfig
 
 
 def lines(sections: Mapping[str, type], selected: str | None = None) -> Iterator[str]:
-    """Yield a line per key, of one section or of all: name, default, type, comment."""
+    """Yield a line per key, of one section or of all: name, default, type, help."""
     if selected is not None and selected not in sections:
         raise ValueError(
             f"--keys: no section {selected!r}; the sections are {', '.join(sections)}"
@@ -24,13 +24,29 @@ def lines(sections: Mapping[str, type], selected: str | None = None) -> Iterator
 
 
 def _describe_section(section: str, dataclass: Any) -> Iterator[str]:
-    comments, types = _read_comments(dataclass), get_type_hints(dataclass)
-    yield f"# {section}: {(dataclass.__doc__ or '').splitlines()[0]}"
-    for field in dataclasses.fields(dataclass):
-        name = f"{section}.{field.name}"
-        kind = user_code.choices(field) or describe(types[field.name])
-        about = f"{kind}; {comments.get(field.name, '')}"
-        yield f"{name} = {field.default!r}  # {about.rstrip('; ')}"
+    """The lines of a section, then those of its groups of settings."""
+    for path, group in fields.groups(dataclass).items():
+        name = f"{section}.{path}" if path else section
+        yield f"# {name}: {(group.__doc__ or '').splitlines()[0]}"
+        helps = help_of(group)
+        for setting in fields.fields(group):
+            if setting.group is None:
+                about = f"{kind(setting)}; {helps[setting.path]}".rstrip("; ")
+                yield f"{name}.{setting.path} = {setting.default!r}  # {about}"
+
+
+def kind(setting: Setting) -> str:
+    """The values that a setting may have, in words: its type, or its known names."""
+    return user_code.choices(setting) or describe(setting.annotation)
+
+
+def help_of(dataclass: type) -> dict[str, str]:
+    """The help of each field: the text in its annotation, or the comment beside it."""
+    comments = _read_comments(dataclass)
+    return {
+        setting.path: setting.help or comments.get(setting.path, "")
+        for setting in fields.fields(dataclass)
+    }
 
 
 def _read_comments(dataclass: type) -> dict[str, str]:
@@ -62,12 +78,9 @@ def text(config: JobConfig) -> str:
     """Return every setting of a configuration as the text of a gin file."""
     lines = []
     for section in config.sections():
-        part = getattr(config, section)
+        values = fields.values_of(getattr(config, section))
         lines += ["", f"# {section}"]
-        lines += [
-            f"{section}.{field.name} = {getattr(part, field.name)!r}"
-            for field in dataclasses.fields(part)
-        ]
+        lines += [f"{section}.{path} = {value!r}" for path, value in values.items()]
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -78,20 +91,19 @@ def differing(config: JobConfig) -> str:
     """
     unread = {*_unread(config)}
     return "\n".join(
-        f"{section}.{field.name} = {getattr(part, field.name)!r}"
-        for section in config.sections()
-        for part in [getattr(config, section)]
-        for field in dataclasses.fields(part)
-        if getattr(part, field.name) != field.default
-        and f"{section}.{field.name}" not in unread
+        f"{section}.{path} = {value!r}"
+        for section, dataclass in config.sections().items()
+        for path, value in fields.values_of(getattr(config, section)).items()
+        if value != fields.settings(dataclass)[path].default
+        and f"{section}.{path}" not in unread
     )
 
 
 def _unread(config: Any) -> Iterator[str]:
     """Keys that have no effect beside the other settings."""
     if not config.model.lora_rank:
-        fields = (field.name for field in dataclasses.fields(config.model))
-        yield from (f"model.{name}" for name in fields if name.startswith("lora_"))
+        names = fields.settings(type(config.model))
+        yield from (f"model.{name}" for name in names if name.startswith("lora_"))
     if config.model.checkpoint is not None:
         yield "data.vocab_size"
     if config.run.epochs is not None:

@@ -3,98 +3,17 @@
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.fields import Must, check
 from jaxmem.base.ranges import integers, reals
+from jaxmem.base.rules import needs, refused
 
 _DECAY = reals(0, below=1)
-_RANGES = {
-    "learning_rate": reals(above=0),
-    "warmup_steps": integers(0),
-    "warmup_fraction": reals(0, 1),
-    "decay_fraction": reals(0, 1),
-    "final_fraction": reals(0, 1),
-    "b1": _DECAY,
-    "b2": _DECAY,
-    "eps": reals(above=0),
-    "weight_decay": reals(0),
-    "clip_norm": reals(above=0),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """An optimizer of optax with a schedule that starts with a linear warmup."""
-
-    learning_rate: float = 3e-3  # peak learning rate, reached after the warmup
-    # steps during which the learning rate rises linearly, fewer than run.steps. None:
-    # optimizer.warmup_fraction of run.steps
-    warmup_steps: int | None = None
-    # learning rate after the last step, as a fraction of the peak
-    final_fraction: float = 0.1
-    # decay of the mean of the gradients; for "sgd" and "muon", the momentum
-    b1: float = 0.9
-    # decay of the mean of the squared gradients; for "lion", its second decay
-    b2: float = 0.95
-    eps: float = 1e-8  # number that is added to the root of the mean square
-    # weight decay per unit of learning rate, of matrices only
-    weight_decay: float = 0.1
-    # maximum global norm of the gradient; a larger gradient is scaled down. None: no
-    # clipping
-    clip_norm: float | None = 1.0
-    # regular expression that is searched in the names of weights, such as
-    # "blocks/attention/query/kernel". Weights that do not match are frozen: they have
-    # no gradient and no moments. Trained weights are stored in float32 regardless of
-    # model.param_dtype, because 16 bits would lose small updates. None: train all
-    # weights
-    trainable: str | None = None
-    # keep the optimizer's moments on the host, and fetch them slice by slice for the
-    # update
-    offload: bool = False
-    # learning rate after the warmup: "cosine" and "linear" decay to final_fraction,
-    # "constant" does not decay, and "wsd" decays linearly in the last decay_fraction of
-    # the steps
-    schedule: Literal["cosine", "constant", "linear", "wsd"] = "cosine"
-    # warmup as a fraction of run.steps, if optimizer.warmup_steps is None
-    warmup_fraction: float = 0.1
-    # for the schedule "wsd": decay as a fraction of run.steps
-    decay_fraction: float = 0.2
-    # optimizer. "muon" orthogonalises the updates of the blocks' matrices and leaves
-    # the other weights to AdamW; "adafactor" keeps the mean squares of a matrix by row
-    # and by column
-    name: Literal["adamw", "muon", "adafactor", "lion", "sgd"] = "adamw"
-
-    def __post_init__(self):
-        check_numbers(self, _RANGES)
-        check_field(self, "name", self.name in _RULES, f"one of {tuple(_RULES)}")
-        self._check_read()
-        known = ("cosine", "constant", "linear", "wsd")
-        check_field(self, "schedule", self.schedule in known, f"one of {known}")
-        if self.trainable is not None:
-            check_field(
-                self, "trainable", _is_pattern(self.trainable), "a regular expression"
-            )
-
-    def _check_read(self) -> None:
-        """Refuse what the named optimizer does not read or cannot do."""
-        for name in ("b1", "b2", "eps"):
-            value = getattr(self, name)
-            if value != getattr(type(self), name) and name not in _READ[self.name]:
-                raise ValueError(
-                    f"OptimizerConfig.{name}={value} has no effect with "
-                    f"optimizer.name={self.name!r}; leave it out"
-                )
-        if self.offload and self.name in ("muon", "adafactor"):
-            raise ValueError(
-                "OptimizerConfig.offload=True needs an elementwise optimizer, but "
-                f"optimizer.name={self.name!r} reads whole matrices; set adamw, lion "
-                "or sgd"
-            )
 
 
 def _is_pattern(text: str) -> bool:
@@ -103,6 +22,102 @@ def _is_pattern(text: str) -> bool:
     except re.error:
         return False
     return True
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer of optax with a schedule that starts with a linear warmup."""
+
+    learning_rate: Annotated[
+        float, reals(above=0), "peak learning rate, reached after the warmup"
+    ] = 3e-3
+    warmup_steps: Annotated[
+        int | None,
+        integers(0),
+        "steps during which the learning rate rises linearly, fewer than run.steps. "
+        "None: optimizer.warmup_fraction of run.steps",
+    ] = None
+    final_fraction: Annotated[
+        float,
+        reals(0, 1),
+        "learning rate after the last step, as a fraction of the peak",
+    ] = 0.1
+    b1: Annotated[
+        float,
+        _DECAY,
+        'decay of the mean of the gradients; for "sgd" and "muon", the momentum',
+    ] = 0.9
+    b2: Annotated[
+        float,
+        _DECAY,
+        'decay of the mean of the squared gradients; for "lion", its second decay',
+    ] = 0.95
+    eps: Annotated[
+        float, reals(above=0), "number that is added to the root of the mean square"
+    ] = 1e-8
+    weight_decay: Annotated[
+        float, reals(0), "weight decay per unit of learning rate, of matrices only"
+    ] = 0.1
+    clip_norm: Annotated[
+        float | None,
+        reals(above=0),
+        "maximum global norm of the gradient; a larger gradient is scaled down. None: "
+        "no clipping",
+    ] = 1.0
+    trainable: Annotated[
+        str | None,
+        Must("a regular expression", _is_pattern),
+        "regular expression that is searched in the names of weights, such as "
+        '"blocks/attention/query/kernel". Weights that do not match are frozen: they '
+        "have no gradient and no moments. Trained weights are stored in float32 "
+        "regardless of model.param_dtype, because 16 bits would lose small updates. "
+        "None: train all weights",
+    ] = None
+    offload: Annotated[
+        bool,
+        "keep the optimizer's moments on the host, and fetch them slice by slice for "
+        "the update",
+    ] = False
+    schedule: Annotated[
+        Literal["cosine", "constant", "linear", "wsd"],
+        'learning rate after the warmup: "cosine" and "linear" decay to '
+        'final_fraction, "constant" does not decay, and "wsd" decays linearly in the '
+        "last decay_fraction of the steps",
+    ] = "cosine"
+    warmup_fraction: Annotated[
+        float,
+        reals(0, 1),
+        "warmup as a fraction of run.steps, if optimizer.warmup_steps is None",
+    ] = 0.1
+    decay_fraction: Annotated[
+        float, reals(0, 1), 'for the schedule "wsd": decay as a fraction of run.steps'
+    ] = 0.2
+    name: Annotated[
+        Literal["adamw", "muon", "adafactor", "lion", "sgd"],
+        'optimizer. "muon" orthogonalises the updates of the blocks\' matrices and '
+        'leaves the other weights to AdamW; "adafactor" keeps the mean squares of a '
+        "matrix by row and by column",
+    ] = "adamw"
+
+    RULES = (
+        *(
+            refused(
+                setting,
+                "has no effect with optimizer.name={name!r}; leave it out",
+                lambda config, setting=setting: setting not in _READ[config.name],
+            )
+            for setting in ("b1", "b2", "eps")
+        ),
+        needs(
+            "offload",
+            "an elementwise optimizer, but optimizer.name={name!r} reads whole "
+            "matrices; set adamw, lion or sgd",
+            lambda config: config.name not in ("muon", "adafactor"),
+        ),
+    )
+
+    def __post_init__(self):
+        check(self)
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:

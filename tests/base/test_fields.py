@@ -2,10 +2,13 @@
 
 import dataclasses
 import math
+from typing import Annotated, Any, Literal
 
 import pytest
 
-from jaxmem.base.fields import accepts
+from jaxmem.base import fields
+from jaxmem.base.fields import Must, accepts, check
+from jaxmem.base.ranges import integers, reals
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.config import RANGES
@@ -83,3 +86,80 @@ def test_none_only_where_the_type_says_so(field):
 def test_ranges(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         kind(**changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    theta: Annotated[float, reals(above=0), "base of the wavelengths"] = 10_000.0
+    kind: Annotated[Literal["none", "yarn"] | None, "scaling"] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    heads: Annotated[int, integers(1), "number of heads"] = 4
+    rope: Annotated[Rope, "rotation"] = Rope(theta=500.0)
+
+    def __post_init__(self):
+        check(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    name: Annotated[str, Must("a word", str.isalpha), "its name"] = "a"
+    size: Annotated[int | None, integers(1)] = None
+    attention: Annotated[Attention, "token mixer"] = Attention()
+
+    def __post_init__(self):
+        check(self)
+
+
+def test_settings_lists_groups_by_path_with_their_defaults():
+    known = fields.settings(Model)
+    assert list(known) == [
+        "name", "size", "attention.heads", "attention.rope.theta", "attention.rope.kind"
+    ]  # fmt: skip
+    theta = known["attention.rope.theta"]
+    assert (theta.annotation, theta.default) == (float, 500.0)
+    assert theta.help == "base of the wavelengths" and not theta.is_optional
+    assert known["name"].help == "its name" and known["size"].help == ""
+    assert list(fields.groups(Model)) == ["", "attention", "attention.rope"]
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"name": "1"}, "Model.name must be a word, got '1'"),
+        ({"size": 0}, "Model.size must be at least 1, or None, got 0"),
+        ({"attention.heads": 0}, "Model.attention.heads must be at least 1, got 0"),
+        (
+            {"attention.rope.theta": 0.0},
+            "Model.attention.rope.theta must be above 0, got 0.0",
+        ),
+        (
+            {"attention.rope.kind": "x"},
+            "Model.attention.rope.kind must be 'none' or 'yarn' or None, got 'x'",
+        ),
+    ],
+)
+def test_build_names_a_bad_value_by_its_whole_path(values, error):
+    with pytest.raises(ValueError) as raised:
+        fields.build(Model, values)
+    assert str(raised.value) == error
+
+
+def test_build_keeps_what_is_not_given():
+    made = fields.build(Model, {"attention.rope.kind": "yarn", "size": 3})
+    assert made == Model(size=3, attention=Attention(rope=Rope(500.0, "yarn")))
+    again = fields.build(Model, {"attention.heads": 2}, made)
+    assert fields.values_of(again) == fields.values_of(made) | {"attention.heads": 2}
+
+
+def test_check_walks_groups_that_do_not_check_themselves():
+    class Unchecked(Model):
+        def __post_init__(self):
+            pass
+
+    made: Any = Unchecked(attention=Attention())
+    object.__setattr__(made.attention, "rope", Rope(theta=-1.0))
+    with pytest.raises(ValueError, match="^Unchecked.attention.rope.theta must be "):
+        check(made)

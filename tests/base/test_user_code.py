@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import sys
 import typing
+from typing import Annotated
 
 import pytest
 
@@ -194,8 +195,8 @@ def test_described_names_line_of_definition():
 
 @dataclasses.dataclass
 class Section:
-    several: tuple[str, ...] | str = user_code.field("shipped")
-    one: str | None = user_code.field(None)
+    several: Annotated[tuple[str, ...] | str, user_code.Named()] = "shipped"
+    one: Annotated[str | None, user_code.Named()] = None
     source: str = "data.py:x"  # names no code
 
 

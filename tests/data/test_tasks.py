@@ -104,7 +104,10 @@ def test_last_digit_is_one_token():
     ("changes", "message"),
     [
         (dict(digits=0), "TaskConfig.digits must be from 1 to 18, got 0"),
-        (dict(answer="product"), "TaskConfig.answer must be one of .*got 'product'"),
+        (
+            dict(answer="product"),
+            "TaskConfig.answer must be 'last_digit' or 'sum', got 'product'",
+        ),
         (dict(reward="none"), "TaskConfig.reward must be one of .*got 'none'"),
         (dict(seed=-1), "TaskConfig.seed must be in .*got -1"),
     ],

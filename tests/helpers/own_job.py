@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxmem.train.program import DecoderProgram, update
 
 @dataclasses.dataclass(frozen=True)
 class EmaConfig:
-    rate: float = 0.1  # of the newest weights in the average, at each step
+    rate: Annotated[float, "weight of the newest weights in the average"] = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -109,11 +109,15 @@ def test_nothing_leaks_into_the_next_load(gin_file):
     assert "is not defined" in complaint(gin_file("model.ff = %W", "late.gin"))
 
 
-def test_load_ignores_and_leaves_no_gin_bindings(gin_file):
-    gin.clear_config()
-    gin.bind_parameter("model.hidden", 64)
-    assert load(gin_file("run.steps = 30"))[0].model.hidden != 64
-    assert gin.config_str() == gin.operative_config_str() == ""
+def test_load_ignores_and_leaves_the_bindings_of_gin(gin_file):
+    @gin.configurable(module="theirs")
+    def hidden(width=1):
+        return width
+
+    with gin.unlock_config():
+        gin.bind_parameter("theirs.hidden.width", 64)
+    assert load(gin_file("run.steps = 30"))[0].run.steps == 30
+    assert hidden() == 64 and "hidden.width = 64" in gin.config_str()
 
 
 def test_operative_text_loads_to_same_config(gin_file):

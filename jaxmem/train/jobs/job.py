@@ -16,6 +16,7 @@ from rich.console import Console
 
 from jaxmem import checkpoints
 from jaxmem.base import messages, user_code
+from jaxmem.base.fields import values_of
 from jaxmem.base.user_code import Hooked, UserCodeError
 from jaxmem.checkpoints.start_adapter import with_start
 from jaxmem.data import vocabulary
@@ -127,7 +128,7 @@ class Job(Hooked):
     def model_fields(self) -> dict[str, Any]:
         """The model's settings, as older runs have them if newer ones are not set."""
         model = self.config.model
-        fields = dataclasses.asdict(model) | {"lora_rank": model.lora_rank or 0}
+        fields = values_of(model) | {"lora_rank": model.lora_rank or 0}
         if model.adapter is None:
             del fields["adapter"]
         return fields
@@ -147,7 +148,7 @@ class Job(Hooked):
         """The settings that checkpoints record, and resumption compares."""
         fixed, config = self.fixed(), self.config
         changeable = {
-            name: dataclasses.asdict(getattr(config, name)) for name in self.changeable
+            name: values_of(getattr(config, name)) for name in self.changeable
         }
         changeable["run"] = {
             name: getattr(config.run, name) for name in ("steps", "accumulate", "seed")

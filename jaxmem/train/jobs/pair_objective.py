@@ -8,22 +8,17 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem import losses
 from jaxmem.base import messages, user_code
-from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.fields import check, check_field
 from jaxmem.base.ranges import reals
 from jaxmem.train.jobs import loss_arguments
 
-_RANGES = {
-    "beta": reals(above=0),
-    "gamma": reals(0),
-    "label_smoothing": reals(0, below=0.5),
-}
 _REFERENCE = "ref_chosen", "ref_rejected"
 _ARRAYS = "chosen", "rejected", *_REFERENCE
 _NUMBERS = "beta", "gamma"
@@ -101,24 +96,36 @@ PAIR_LOSSES = {
 class DpoConfig:
     """The loss of pairs of answers and its numbers."""
 
-    # loss of a pair. "sigmoid" is DPO; "ipo" is the squared distance of sums over an
-    # answer's tokens, as in the paper, and "ipo_mean" of means, as in TRL. Without a
-    # reference, over means: "simpo" is SimPO's margin, and "orpo" the supervised loss
-    # with an odds ratio. Or your own loss
-    loss: str = user_code.field("sigmoid", PAIR_LOSSES)
-    # strength of the reference; IPO's τ, SimPO's scale of rewards, ORPO's weight. None:
-    # the loss's own value, which is 2 for "simpo" and 0.1 for the others
-    beta: float | None = None
-    gamma: float | None = None  # SimPO's margin. None: the loss's own value, 0.5
-    # probability that the chosen and the rejected answer of a pair are swapped
-    label_smoothing: float = 0.0
-    # True: leave out pairs that are longer than a row. False: stop with an error
-    drop_long: bool = False
+    loss: Annotated[
+        str,
+        user_code.Named(PAIR_LOSSES),
+        'loss of a pair. "sigmoid" is DPO; "ipo" is the squared distance of sums over '
+        'an answer\'s tokens, as in the paper, and "ipo_mean" of means, as in TRL. '
+        'Without a reference, over means: "simpo" is SimPO\'s margin, and "orpo" '
+        "the supervised loss with an odds ratio. Or your own loss",
+    ] = "sigmoid"
+    beta: Annotated[
+        float | None,
+        reals(above=0),
+        "strength of the reference; IPO's τ, SimPO's scale of rewards, ORPO's weight. "
+        'None: the loss\'s own value, which is 2 for "simpo" and 0.1 for the others',
+    ] = None
+    gamma: Annotated[
+        float | None, reals(0), "SimPO's margin. None: the loss's own value, 0.5"
+    ] = None
+    label_smoothing: Annotated[
+        float,
+        reals(0, below=0.5),
+        "probability that the chosen and the rejected answer of a pair are swapped",
+    ] = 0.0
+    drop_long: Annotated[
+        bool,
+        "True: leave out pairs that are longer than a row. False: stop with an error",
+    ] = False
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        check_numbers(self, _RANGES)
-        user_code.check_names(self)
+        check(self)
         if self.loss in PAIR_LOSSES:
             self.check_loss()
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 import jaxmem
 from jaxmem import losses
 from jaxmem.base import user_code
-from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.fields import check, check_field
 from jaxmem.base.ranges import integers, reals
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.gradients import Sample
@@ -34,89 +34,126 @@ from jaxmem.train.jobs.advantages import ADVANTAGES
 from jaxmem.train.jobs.policy_losses import POLICY_LOSSES, PolicyLoss
 from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS
 
-_SIZES = "prompts", "minibatches", "epochs", "max_tokens_train", "max_tokens_forward"
-_RANGES = {
-    **dict.fromkeys(_SIZES, integers(1)),
-    "group_size": integers(2),
-    "resample": integers(0, below=1000),
-    "kl_coefficient": reals(0),
-    "entropy_coefficient": reals(0),
-    "prefix_cut": reals(0, below=1),
-    "token_fraction": reals(above=0, high=1),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig:
     """Size of a rollout, loss and advantages, and the updates that follow."""
 
-    prompts: int = 32  # number of prompts in a rollout
-    group_size: int = 16  # number of completions per prompt; at least 2
-    # policy loss. "grpo", "gspo" and "sapo" average the means of sequences; "dr_grpo"
-    # divides by neither lengths nor deviations; "dapo", "cispo" and "ppo_clip" (with a
-    # dual clip of 3) average over tokens. Or your own loss
-    loss: str = user_code.field("grpo", POLICY_LOSSES)
-    # function from rewards to advantages. "grpo", "dr_grpo" and "batch_std" subtract
-    # the group's mean; "grpo" then divides by the group's deviation, "batch_std" by the
-    # rollout's. "rloo" subtracts the mean of the group's other completions, and
-    # "reinforce_plus_plus" treats the rollout as one group. Or your own function. None:
-    # the loss's own advantage, which is "dr_grpo" for the loss "dr_grpo" and "grpo" for
-    # the others
-    advantage: str | None = user_code.field(None, ADVANTAGES)
-    # ratios are clipped below 1 - this. None: the loss's own value
-    clip_low: float | None = None
-    # ratios are clipped above 1 + this. None: the loss's own value
-    clip_high: float | None = None
-    # correction of the mismatch between the sampler's probabilities and the trainer's.
-    # Tokens get a weight that is truncated ("tis"), or set to 0 above a cap ("mis") or
-    # outside a band ("icepop"); "sequence_mask" drops sequences whose mean ratio is
-    # outside a band; "ratio" makes the loss's ratio that of trainer to sampler, which
-    # needs no old pass. None: no correction
-    correction: Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None = None
-    # lower bound of the band. None: the correction's own bound
-    correction_low: float | None = None
-    # upper bound of the band, or the cap. None: the correction's own bound
-    correction_high: float | None = None
-    # True: the advantage of a turn compares the rewards from this turn on. False: the
-    # advantage of all turns compares all rewards
-    turn_rewards: bool = False
-    # learn nothing from completions that have no end token
-    mask_truncated: bool = False
-    # in old and update passes, use the experts that the sampler's routers chose
-    replay_routing: bool = False
-    # maximum number of further rollouts per step. They sample other prompts to replace
-    # groups whose rewards are all equal, which have no gradient. 0: keep these groups
-    resample: int = 0
-    # weight of the KL divergence to the initial weights. 0: no copy of the initial
-    # weights is kept
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0  # weight of the entropy bonus
-    minibatches: int = 1  # number of minibatches per rollout; each gives one update
-    epochs: int = 1  # number of passes over a rollout
-    # maximum token positions, padding included, of a micro-batch with a backward pass
-    max_tokens_train: int = 2048
-    # maximum token positions, padding included, of a micro-batch without a backward
-    # pass
-    max_tokens_forward: int = 8192
-    # lengths of packed rows, increasing; jax compiles a program for each. None: the
-    # longest possible sequence, rounded up to 16. None with grpo.share_prompts: a
-    # prompt and as many completions as a group has, and a quarter as many
-    row_lengths: tuple[int, ...] | None = None
-    # True: all passes read a group's prompt once per row, which contains this prompt
-    # and several completions
-    share_prompts: bool = False
-    # each completion is cut at a random position after at least this fraction of its
-    # tokens; tokens are weighted by 1 / probability of being kept. None: no cuts
-    prefix_cut: float | None = None
-    # probability with which a sampled token is learned from. Its loss is divided by
-    # this probability, so that the expected gradient stays the same, and the head
-    # computes only these tokens
-    token_fraction: float = 1.0
+    prompts: Annotated[int, integers(1), "number of prompts in a rollout"] = 32
+    group_size: Annotated[
+        int, integers(2), "number of completions per prompt; at least 2"
+    ] = 16
+    loss: Annotated[
+        str,
+        user_code.Named(POLICY_LOSSES),
+        'policy loss. "grpo", "gspo" and "sapo" average the means of sequences; '
+        '"dr_grpo" divides by neither lengths nor deviations; "dapo", "cispo" and '
+        '"ppo_clip" (with a dual clip of 3) average over tokens. Or your own loss',
+    ] = "grpo"
+    advantage: Annotated[
+        str | None,
+        user_code.Named(ADVANTAGES),
+        'function from rewards to advantages. "grpo", "dr_grpo" and "batch_std" '
+        "subtract the group's mean; \"grpo\" then divides by the group's deviation, "
+        '"batch_std" by the rollout\'s. "rloo" subtracts the mean of the group\'s '
+        'other completions, and "reinforce_plus_plus" treats the rollout as one '
+        "group. Or your own function. None: the loss's own advantage, which is "
+        '"dr_grpo" for the loss "dr_grpo" and "grpo" for the others',
+    ] = None
+    clip_low: Annotated[
+        float | None, "ratios are clipped below 1 - this. None: the loss's own value"
+    ] = None
+    clip_high: Annotated[
+        float | None, "ratios are clipped above 1 + this. None: the loss's own value"
+    ] = None
+    correction: Annotated[
+        Literal["tis", "mis", "icepop", "sequence_mask", "ratio"] | None,
+        "correction of the mismatch between the sampler's probabilities and the "
+        'trainer\'s. Tokens get a weight that is truncated ("tis"), or set to 0 '
+        'above a cap ("mis") or outside a band ("icepop"); "sequence_mask" drops '
+        'sequences whose mean ratio is outside a band; "ratio" makes the loss\'s '
+        "ratio that of trainer to sampler, which needs no old pass. None: no "
+        "correction",
+    ] = None
+    correction_low: Annotated[
+        float | None, "lower bound of the band. None: the correction's own bound"
+    ] = None
+    correction_high: Annotated[
+        float | None,
+        "upper bound of the band, or the cap. None: the correction's own bound",
+    ] = None
+    turn_rewards: Annotated[
+        bool,
+        "True: the advantage of a turn compares the rewards from this turn on. False: "
+        "the advantage of all turns compares all rewards",
+    ] = False
+    mask_truncated: Annotated[
+        bool, "learn nothing from completions that have no end token"
+    ] = False
+    replay_routing: Annotated[
+        bool,
+        "in old and update passes, use the experts that the sampler's routers chose",
+    ] = False
+    resample: Annotated[
+        int,
+        integers(0, below=1000),
+        "maximum number of further rollouts per step. They sample other prompts to "
+        "replace groups whose rewards are all equal, which have no gradient. 0: keep "
+        "these groups",
+    ] = 0
+    kl_coefficient: Annotated[
+        float,
+        reals(0),
+        "weight of the KL divergence to the initial weights. 0: no copy of the "
+        "initial weights is kept",
+    ] = 0.0
+    entropy_coefficient: Annotated[float, reals(0), "weight of the entropy bonus"] = 0.0
+    minibatches: Annotated[
+        int, integers(1), "number of minibatches per rollout; each gives one update"
+    ] = 1
+    epochs: Annotated[int, integers(1), "number of passes over a rollout"] = 1
+    max_tokens_train: Annotated[
+        int,
+        integers(1),
+        "maximum token positions, padding included, of a micro-batch with a backward "
+        "pass",
+    ] = 2048
+    max_tokens_forward: Annotated[
+        int,
+        integers(1),
+        "maximum token positions, padding included, of a micro-batch without a "
+        "backward pass",
+    ] = 8192
+    row_lengths: Annotated[
+        tuple[int, ...] | None,
+        "lengths of packed rows, increasing; jax compiles a program for each. None: "
+        "the longest possible sequence, rounded up to 16. None with "
+        "grpo.share_prompts: a prompt and as many completions as a group has, and a "
+        "quarter as many",
+    ] = None
+    share_prompts: Annotated[
+        bool,
+        "True: all passes read a group's prompt once per row, which contains this "
+        "prompt and several completions",
+    ] = False
+    prefix_cut: Annotated[
+        float | None,
+        reals(0, below=1),
+        "each completion is cut at a random position after at least this fraction of "
+        "its tokens; tokens are weighted by 1 / probability of being kept. None: no "
+        "cuts",
+    ] = None
+    token_fraction: Annotated[
+        float,
+        reals(above=0, high=1),
+        "probability with which a sampled token is learned from. Its loss is divided "
+        "by this probability, so that the expected gradient stays the same, and the "
+        "head computes only these tokens",
+    ] = 1.0
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        check_numbers(self, _RANGES)
-        user_code.check_names(self)
+        check(self)
         self._check_correction()
         if self.loss in POLICY_LOSSES:
             self.check_loss()

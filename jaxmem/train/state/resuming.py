@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.base import user_code
+from jaxmem.train import renamed_keys
 from jaxmem.train.metrics import AnyMetrics
 from jaxmem.train.state.checkpoint import Checkpoints, RunCheckpointError
 
@@ -74,6 +75,7 @@ def changes(
     saved.pop(EVALUATIONS, None)
     old, new = dict(saved.pop(CHANGEABLE, {})), dict(changeable)
     code = user_code.changes(old.pop(CODE, {}), new.pop(CODE, {}))
+    saved, old = renamed_keys.settings(saved), renamed_keys.settings(old)
     where = f"run.out_dir={str(out_dir)!r}"
     check_same_config(saved, fixed, out_dir)
     if done > steps:

@@ -383,7 +383,9 @@ def test_schedules_by_name():
     assert rates(10)[:2] == [0.5, 1.0]
     assert rates(warmup_steps=4)[3:5] == pytest.approx([0.8, 1])
     assert 0.1 < rates(warmup_steps=4)[-2] < 0.12
-    with pytest.raises(ValueError, match="OptimizerConfig.schedule must be one of"):
+    with pytest.raises(
+        ValueError, match="OptimizerConfig.schedule must be 'cosine' or"
+    ):
         OptimizerConfig(schedule="step")
 
 
