@@ -9,13 +9,22 @@ the shares of tokens whose ratio of the trainer's probability to the sampler's i
 [0.9, 1.1], with the trainer's probability over the vocabulary and within the support.
 
 fractions: rewards by rollout where a share `grpo.token_fraction` of the tokens is
-learned from.
+learned from: as runs draw them, in proportion to bounds of their gradients, and, for
+comparison, with equal probabilities.
 """
 
+import concurrent.futures
+import contextlib
 import itertools
+import multiprocessing
+import os
 from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
 
 from benchmarks import run_grpo
+from jaxmem.train.jobs.grpo import minibatches
 
 VARIANTS = {
     "as shipped": (),
@@ -24,12 +33,13 @@ VARIANTS = {
 }  # fmt: skip
 COLORS = {"as shipped": "tab:blue", "savings": "tab:orange"}
 CURVE = ("step", "reward", "accuracy", "entropy", "run_cpu_seconds")
-LEARNED, REPLAYED = run_grpo.ARITHMETIC
+REPLAYED = run_grpo.ARITHMETIC[1]
 SAMPLERS = (
     "top_p=0.8 support=14",
     "top_k=4",
     "min_p=0.3 support=14",
 )
+FRACTIONS = ("reward", "entropy", "grad_norm", "token_share", "token_weight_max")
 RATIOS = ("unreplayed_inside_1_1", "ratios_inside_1_1", "ratios_outside_1_25",
           "mismatch_p99", "support_mean", "reward")  # fmt: skip
 
@@ -77,14 +87,47 @@ def replay(steps, overrides) -> Iterator[dict]:
         yield from some_steps(history, facts, RATIOS, every=20)
 
 
-def fractions(shares, overrides) -> Iterator[dict]:
-    """Rows of a run per share of the tokens."""
-    for share in shares:
-        given = [f"grpo.token_fraction={share}", *overrides]
-        history, _, (_, cpu) = run_grpo.train(LEARNED, given)
-        facts = {"config": LEARNED, "token_fraction": share}
-        facts |= {"run_cpu_seconds": round(cpu)}
-        yield from some_steps(history, facts, ("reward", "entropy", "grad_norm"), 10)
+def fractions(shares, config, seeds, workers, overrides) -> Iterator[dict]:
+    """Rows of each share, draw and seed: `workers` runs at a time, on a core each."""
+    runs = [
+        (share, draw, seed)
+        for share in shares
+        for draw in ("importance", "uniform")[: 2 if share < 1 else 1]
+        for seed in range(seeds)
+    ]
+    context = multiprocessing.get_context("spawn")
+    cores = context.Queue()
+    for core in itertools.islice(itertools.cycle(os.sched_getaffinity(0)), workers):
+        cores.put(core)
+    with concurrent.futures.ProcessPoolExecutor(
+        workers, context, initializer=_use_core, initargs=(cores,)
+    ) as pool:
+        pending = [
+            pool.submit(_fraction, config, share, draw, seed, overrides)
+            for share, draw, seed in runs
+        ]
+        for run in pending:
+            yield from run.result()
+
+
+def _use_core(cores) -> None:
+    """Run this process on one core, so that runs at a time do not slow each other."""
+    os.sched_setaffinity(0, {cores.get()})
+
+
+def _fraction(config, share, draw, seed, overrides) -> list[dict]:
+    """Rows of one run; equal bounds give all tokens the same probability."""
+    given = [f"grpo.token_fraction={share}", f"run.seed={seed}", *overrides]
+    patch = contextlib.nullcontext()
+    if draw == "uniform":
+        patch = mock.patch.object(
+            minibatches, "gradient_bounds", lambda _, part: np.zeros(part.old.shape)
+        )
+    with patch:
+        history, _, (_, cpu) = run_grpo.train(config, given)
+    facts = {"config": config, "token_fraction": share, "draw": draw, "seed": seed}
+    facts |= {"run_cpu_seconds": round(cpu)}
+    return [*some_steps(history, facts, FRACTIONS, 10)]
 
 
 def some_steps(history, facts, fields, every) -> Iterator[dict]:

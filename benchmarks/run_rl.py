@@ -2,7 +2,8 @@
 
     python -m benchmarks.run_rl curves
     python -m benchmarks.run_rl replay
-    python -m benchmarks.run_rl fractions 1.0 0.5
+    python -m benchmarks.run_rl fractions 1.0 0.5 0.25 --workers 16
+    python -m benchmarks.run_rl tokens
     python -m benchmarks.run_rl calculator
     python -m benchmarks.run_rl mismatch
     python -m benchmarks.run_rl routes
@@ -14,9 +15,10 @@
         --out turns_h100.csv
     python -m benchmarks.run_rl passes --out passes_h100.csv
 
-`rl_learning` describes curves, replay and fractions, `rl_calculator` a policy that
-learns to use a tool, `rl_mismatch` mismatch and routes, `rl_sampler` refill and turns,
-and `rl_passes` passes. Overrides of a config follow on `--set`.
+`rl_learning` describes curves, replay and fractions, `rl_tokens` the variance that
+fractions of the tokens add, `rl_calculator` a policy that learns to use a tool,
+`rl_mismatch` mismatch and routes, `rl_sampler` refill and turns, and `rl_passes`
+passes. Overrides of a config follow on `--set`.
 """
 
 import argparse
@@ -43,8 +45,17 @@ def replay(args):
 def fractions(args):
     from benchmarks import rl_learning
 
-    rows = rl_learning.fractions(args.share, args.set)
+    rows = rl_learning.fractions(
+        args.share, args.config, args.seeds, args.workers, args.set
+    )
     write(args.out or "grpo_fractions_cpu.csv", rows)
+
+
+def tokens(args):
+    from benchmarks import rl_tokens
+
+    rows = rl_tokens.variances(args.count, args.vocab_size)
+    write(args.out or "token_draws_cpu.csv", rows)
 
 
 def calculator(args):
@@ -135,7 +146,14 @@ def make_parser():
     argument = add(curves)
     argument("--seeds", type=int, default=3)
     add(replay)("--steps", type=int, default=40, help="rollouts of a run")
-    add(fractions)("share", type=float, nargs="+", help="of the tokens")
+    argument = add(fractions)
+    argument("share", type=float, nargs="+", help="of the tokens")
+    argument("--config", default="grpo_arithmetic_multitoken.gin")
+    argument("--seeds", type=int, default=3)
+    argument("--workers", type=int, default=1, help="runs at a time, on a core each")
+    argument = add(tokens)
+    argument("--count", type=int, default=20000)
+    argument("--vocab-size", type=int, default=4096)
     argument = add(calculator)
     argument("--seeds", type=int, default=3)
     argument("--text-steps", type=int, default=400)

@@ -91,6 +91,10 @@ class PolicyMetrics(NamedTuple):
     ratios_inside_1_01: float | None = None  # inside [0.99, 1.01]
     ratios_inside_strict: float | None = None  # inside [0.999, 1.002]
     dropped: float | None = None  # share that grpo.correction drops; None without one
+    # share of the tokens that grpo.token_fraction keeps, and the largest weight of one,
+    # 1 / probability of being kept; None with a fraction of 1
+    token_share: float | None = None
+    token_weight_max: float | None = None
     # share of the experts that updates replay, and their own routers would not choose
     rerouted: float | None = None
     truncated: float | None = None  # share of completions that end at the limit

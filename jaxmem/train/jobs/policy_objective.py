@@ -146,9 +146,10 @@ class GrpoConfig:
     token_fraction: Annotated[
         float,
         reals(above=0, high=1),
-        "probability with which a sampled token is learned from. Its loss is divided "
-        "by this probability, so that the expected gradient stays the same, and the "
-        "head computes only these tokens",
+        "share of the sampled tokens that an update learns from, and the head "
+        "computes. Tokens are kept at random, with probabilities in proportion to a "
+        "bound of their gradients, by which their losses are divided, so that the "
+        "expected gradient stays the same",
     ] = 1.0
 
     def __post_init__(self):
@@ -262,6 +263,11 @@ class GrpoConfig:
         return self.correction == "ratio"
 
     @property
+    def keeps_at_random(self) -> bool:
+        """True if updates learn from random tokens, each with its own weight."""
+        return self.token_fraction < 1 or self.prefix_cut is not None
+
+    @property
     def reads_own_old(self) -> bool:
         """True if the first update's forward pass replaces the old pass of its samples.
 
@@ -329,10 +335,12 @@ class PolicyBatch(NamedTuple):
     sequence_log_ratio: np.ndarray | jax.Array | None = None
     share: Any = None  # scalar, of the minibatch's tokens; None: no loss of routers
     routes: np.ndarray | jax.Array | None = None  # [B, T, ...] that are replayed
+    # weights of the tokens in sums of metrics; None: all are 1
+    inverse: np.ndarray | jax.Array | None = None
 
     def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
         """The arrays [B, T] that the objective reads, by name."""
-        others = "batch", "supports", "share", "routes"
+        others = "batch", "supports", "share", "routes", "inverse"
         fields = self._asdict().items()
         return {k: x for k, x in fields if x is not None and k not in others}
 

@@ -11,6 +11,7 @@ import numpy as np
 import jaxmem
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.grpo.minibatches import TokenDraw
 from jaxmem.train.jobs.rollout.nested_rows import join
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
 from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
@@ -123,9 +124,11 @@ class Update(NamedTuple):
 
     loss: Any  # scalar
     grad_norm: Any  # scalar, before clipping
-    metrics: Mapping[str, Any]  # summed over its tokens
-    tokens: int  # tokens that were learned from
+    metrics: Mapping[str, Any]  # weighted sums over its tokens
+    tokens: float  # sum of these weights; without any, the number of tokens
     routed: Any = None  # `balance.Routed`, of a model with experts
+    # the tokens that were drawn by grpo.token_fraction; None: all
+    draw: TokenDraw | None = None
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
@@ -142,7 +145,18 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
         "loss": float(np.mean([update.loss for update in updates])),
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
         **({"kl": None} | per_token),
+        **_of_draws([update.draw for update in updates if update.draw is not None]),
     }
+
+
+def _of_draws(draws: Sequence[TokenDraw]) -> dict[str, float | None]:
+    """Share and largest weight of the tokens kept, as fields of `PolicyMetrics`."""
+    kept = sum(int(draw.kept.sum()) for draw in draws)
+    if not kept:
+        return {}
+    learnable = sum(int((draw.inverse > 0).sum()) for draw in draws)
+    weights = [draw.inverse.max(initial=0, where=draw.kept) for draw in draws]
+    return {"token_share": kept / learnable, "token_weight_max": float(max(weights))}
 
 
 def of_rollout(rollout: Rollout) -> dict[str, Any]:

@@ -311,8 +311,8 @@ def test_turns_are_compared_by_what_follows_from_each():
             np.testing.assert_allclose(got[i, here], wanted, atol=1e-4)
     # Each token of a micro-batch has its own.
     learned = Minibatch(made, got, samples.logprobs, None, None)
-    kept, placed = learned.kept(reader.config, 1, 0), []
-    for rows, _ in learned.micro_batches(reader.config, kept):
+    placed = []
+    for rows, _ in learned.micro_batches(reader.config):
         placed += rows.advantages[rows.batch.labels >= 0].tolist()
     np.testing.assert_allclose(sorted(placed), sorted(got[samples.mask]))
 

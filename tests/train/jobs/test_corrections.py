@@ -177,7 +177,8 @@ def test_take_of_dropped_sequences_and_ratios():
         log_ratio=np.arange(count, dtype="f4"),
     )  # fmt: skip
     part = take(learned, np.array([1, 3]))
-    (rows, normalizer), *more = part.micro_batches(SMALL)
+    config = changed(SMALL, grpo=dict(correction="tis"))
+    (rows, normalizer), *more = part.micro_batches(config)
     assert not more and normalizer == 2
     live = rows.batch.labels >= 0
     assert live.sum() == made.lengths[[1, 3]].sum()
@@ -346,8 +347,7 @@ def test_truncated_completions_only_normalise():
         made.completions, made.advantages, np.zeros(last.shape) + 0 * made.learned,
         None, None, learned=made.learned,
     )  # fmt: skip
-    kept = learned.kept(job.config, 1, 0)
-    batches, normalizers = zip(*learned.micro_batches(job.config, kept), strict=True)
+    batches, normalizers = zip(*learned.micro_batches(job.config), strict=True)
     assert set(normalizers) == {len(made.truncated)}
     total = sum((rows.batch.labels >= 0).sum() for rows in batches)
     assert total == made.completions.lengths[~made.truncated].sum() > 0

@@ -77,6 +77,7 @@ def test_kept_token_weighs_inverse_probability():
     )
     part, cut = cut_prefixes(config, 1, completions)
     learned = Minibatch(part, np.ones(4), np.zeros((4, 12)), None, None, cut=cut)
+    assert learned.token_count == pytest.approx(cut.inverse[learned.kept].sum())
     found = {}
     for rows, normalizer in learned.micro_batches(config):
         live = rows.batch.labels >= 0
@@ -90,7 +91,7 @@ def test_kept_token_weighs_inverse_probability():
 
 @functools.cache
 def job_of(**grpo):
-    program = PolicyProgram(changed(SHARED, grpo=grpo))
+    program = PolicyProgram(changed(SHARED, grpo=dict(prefix_cut=0.2) | grpo))
     return job_with(program, program.compile())
 
 
@@ -98,15 +99,25 @@ def job_of(**grpo):
 @pytest.mark.parametrize("grpo", [{}, dict(loss="dapo", token_fraction=0.5)])
 def test_expected_prefix_gradient_equals_full(grpo):
     job = job_of(**grpo)
-    config, state = changed(job.config, grpo=dict(prefix_cut=0.2)), job.initial_state()
+    config, state = job.config, job.initial_state()
     made = job._roll_out(1, state.params)
     old = np.asarray(made.samples.logprobs)
 
-    def gradient(config, step):
+    def gradient(step, whole=False):
         read, cut = cut_prefixes(config, step, made.completions)
-        learned = Minibatch(read, made.advantages, old, old - 0.3, None, cut=cut)
-        kept, sums = learned.kept(config, step, 0), job._compiled.zeros()
-        for rows, normalizer in learned.micro_batches(config, kept):
+        learned = Minibatch(
+            read, made.advantages, old, old - 0.3, None, rollout=old, cut=cut
+        )
+        learned = learned.drawn(config, step, 0)
+        if whole:
+            every = np.ones(old.shape, np.float32)
+            learned = learned._replace(
+                completions=made.completions,
+                draw=None,
+                cut=cut._replace(inverse=every),
+            )
+        sums = job._compiled.zeros()
+        for rows, normalizer in learned.micro_batches(config):
             shape = rows.batch.tokens.shape
             sums, _ = job._compiled.gradients[shape](
                 state.params, job.frozen, sums, rows, normalizer
@@ -114,8 +125,8 @@ def test_expected_prefix_gradient_equals_full(grpo):
         leaves = jax.tree.leaves(jax.device_get(sums.gradients))
         return np.concatenate([x.ravel() for x in leaves]).astype(np.float64)
 
-    exact = gradient(changed(job.config, grpo=dict(token_fraction=1.0)), 0)
-    drawn = np.array([gradient(config, step) for step in range(60)])
+    exact = gradient(0, whole=True)
+    drawn = np.array([gradient(step) for step in range(60)])
     spread = np.linalg.norm(drawn - exact, axis=1).mean()
     error = np.linalg.norm(drawn.mean(0) - exact)
     assert spread > 0.1 * np.linalg.norm(exact)

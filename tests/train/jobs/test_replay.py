@@ -1,4 +1,4 @@
-"""Ratios under truncated sampling, tokens chosen at random, and the head's backend."""
+"""Ratios under truncated sampling, means of metrics, and the head's backend."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxmem.data.documents import Batch
 from jaxmem.models.sampling import Samples, truncate
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs import rollout_metrics
-from jaxmem.train.jobs.grpo.minibatches import Minibatch, kept_tokens
+from jaxmem.train.jobs.grpo.minibatches import Minibatch
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import (
     GrpoConfig,
@@ -296,76 +296,7 @@ def test_replay_without_truncation_is_refused():
     assert told["ratios_outside_2"] == pytest.approx(2 / 6)
 
 
-# ---------------------------------------------------- tokens chosen at random
-
-
-def test_kept_tokens_depend_on_seed_and_step():
-    config = changed(SMALL, grpo=dict(token_fraction=0.5))
-    lengths = np.array([3, 1, 2] * 400)
-    kept = kept_tokens(config, 1, 0, lengths)
-    assert kept.shape == (1200, 3) and not kept[np.arange(3) >= lengths[:, None]].any()
-    assert kept.sum() / lengths.sum() == pytest.approx(0.5, abs=0.05)
-    np.testing.assert_array_equal(kept, kept_tokens(config, 1, 0, lengths))
-    for other in (
-        kept_tokens(config, 2, 0, lengths),
-        kept_tokens(config, 1, 1, lengths),
-        kept_tokens(changed(config, run=dict(seed=1)), 1, 0, lengths),
-    ):
-        assert (other != kept).mean() > 0.2
-    assert kept_tokens(SMALL, 1, 0, lengths) is None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sampling", [slow({}), CUT], ids=str)
-def test_expected_gradient_of_some_tokens_equals_all(sampling):
-    """The mean over draws is as near as their spread says, and nearer than one draw."""
-    job = job_of(**sampling)
-    config = changed(job.config, grpo=dict(token_fraction=0.5))
-    state = job.initial_state()
-    made = job._roll_out(1, state.params)
-    old = job._measure_logprobs(job._compiled.logprobs, state.params, made).drawn_from
-    learned = Minibatch(
-        made.completions, made.advantages, old, old - 0.3, made.supports
-    )
-
-    def gradient(kept, config):
-        sums = job._compiled.zeros()
-        for rows, normalizer in learned.micro_batches(config, kept):
-            shape = rows.batch.tokens.shape
-            sums, _ = job._compiled.gradients[shape](
-                state.params, job.frozen, sums, rows, normalizer
-            )
-        leaves = jax.tree.leaves(jax.device_get(sums.gradients))
-        return np.concatenate([x.ravel() for x in leaves]).astype(np.float64)
-
-    exact = gradient(None, job.config)
-    lengths = made.completions.lengths
-    drawn = np.array(
-        [gradient(kept_tokens(config, step, 0, lengths), config) for step in range(60)]
-    )
-    spread = np.linalg.norm(drawn - exact, axis=1).mean()
-    error = np.linalg.norm(drawn.mean(0) - exact)
-    assert spread > 0.1 * np.linalg.norm(exact)
-    assert error < 1.5 * spread / np.sqrt(len(drawn))
-    everything = np.arange(3) < lengths[:, None]
-    np.testing.assert_array_equal(gradient(everything, job.config), exact)
-
-
-def test_masked_tokens_have_no_label_and_no_support():
-    config = changed(SMALL, grpo=dict(token_fraction=0.5))
-    made, _ = completions(rows=32)
-    advantages = np.ones(32, np.float32)
-    old = np.zeros(made.sampled.shape, np.float32)
-    ids = np.zeros((*made.sampled.shape, 2), np.int32)
-    ids[np.arange(3) >= made.lengths[:, None]] = -1
-    kept = kept_tokens(config, 1, 0, made.lengths)
-    for supports in (None, RolloutSupports.of(ids)):
-        learned = Minibatch(made, advantages, old, None, supports)
-        rows = [rows for rows, _ in learned.micro_batches(config, kept)]
-        live = np.concatenate([x.batch.labels.ravel() for x in rows]) >= 0
-        assert live.sum() == kept.sum() < made.lengths.sum()
-    sizes = np.concatenate([np.diff(x.supports.offsets) for x in rows])
-    np.testing.assert_array_equal(sizes > 0, live)
+# ------------------------------------------------------------------- metrics
 
 
 def test_means_are_over_learned_tokens():

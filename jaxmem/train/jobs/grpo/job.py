@@ -255,7 +255,7 @@ class Grpo(Job, name="grpo"):
             sampled if grpo.starts_from_sampler else old.drawn_from,
             reference,
             rollout.supports,
-            rollout=sampled if grpo.corrects_tokens else None,
+            rollout=sampled,
             correction=self._correction_weights(old, rollout)
             if grpo.drops_sequences
             else None,
@@ -439,21 +439,21 @@ class Grpo(Job, name="grpo"):
             part = take(rollout, chosen)
             if grpo.has_sequence_ratio:
                 part = self._with_ratios(state.params, part, minibatch)
-            kept = part.kept(self.config, number, minibatch)
-            sums, measured = self._sum_gradients(number, minibatch, state, part, kept)
+            part = part.drawn(self.config, number, minibatch)
+            sums, measured = self._sum_gradients(number, minibatch, state, part)
             if minibatch == 0 and grpo.reads_own_old:
-                labelled = part.completions.keeping(kept)
+                labelled = part.completions.keeping(part.kept)
                 packed = part.packing(self.config)
                 old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
             state, norm = self._compiled.update(state, sums.gradients)
-            tokens = part.completions.counts if kept is None else kept
             updates.append(
                 Update(
                     loss=sums.loss,
                     grad_norm=norm,
                     metrics=sums.metrics,
-                    tokens=int(tokens.sum()),
+                    tokens=part.token_count,
                     routed=sums.routed,
+                    draw=part.draw,
                 )
             )
         return state, jax.device_get(updates)
@@ -473,11 +473,10 @@ class Grpo(Job, name="grpo"):
         minibatch: int,
         state: TrainState,
         part: Minibatch,
-        kept: np.ndarray | None,
     ) -> tuple[AccumulatedSums, list[Any]]:
         """Sums over the micro-batches, and a pair of log-probabilities of each."""
         program, sums, measured = self.program, self._compiled.zeros(), []
-        for i, (rows, normalizer) in enumerate(part.micro_batches(self.config, kept)):
+        for i, (rows, normalizer) in enumerate(part.micro_batches(self.config)):
             shape = rows.batch.tokens.shape
             rows = program.layout.place(rows, program.micro_batch(shape))
             drawn_by = program.micro_batch_numbers(

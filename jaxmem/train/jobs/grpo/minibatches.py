@@ -1,6 +1,12 @@
-"""Minibatches of a rollout's samples, an update each, in packed micro-batches."""
+"""Minibatches of a rollout's samples, an update each, in packed micro-batches.
 
+With `grpo.token_fraction` below 1, an update learns from tokens that `draw_tokens`
+keeps at random, the more probably the larger their gradients may be.
+"""
+
+import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,8 +15,11 @@ import numpy as np
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.packing import Packing
 from jaxmem.train.jobs.config import GrpoJobConfig
-from jaxmem.train.jobs.policy_objective import PolicyBatch, average
+from jaxmem.train.jobs.policy_objective import Average, PolicyBatch, average
 from jaxmem.train.jobs.rollout.packed import Completions, RolloutSupports
+
+# Smallest probability with which a token is kept, as a share of `grpo.token_fraction`.
+_LEAST_SHARE = 0.1
 
 
 class Cut(NamedTuple):
@@ -18,6 +27,15 @@ class Cut(NamedTuple):
 
     counts: np.ndarray  # [N] tokens that the model sampled, before the cut
     inverse: np.ndarray  # float32 [N, R] 1 / probability with which a token is kept
+
+
+class TokenDraw(NamedTuple):
+    """The random choice of the tokens of N completions that an update learns from."""
+
+    kept: np.ndarray  # bool [N, R]
+    # float32 [N, R] 1 / probability with which a token is kept; 0 for tokens that no
+    # update learns from
+    inverse: np.ndarray
 
 
 class Minibatch(NamedTuple):
@@ -29,44 +47,75 @@ class Minibatch(NamedTuple):
     reference: np.ndarray | None  # under the initial weights
     # ids that the tokens were drawn from; None: the vocabulary
     supports: RolloutSupports | None
-    rollout: np.ndarray | None = None  # of the sampler, for a correction by tokens
+    # of the sampler, for a correction by tokens and for `draw_tokens`
+    rollout: np.ndarray | None = None
     correction: np.ndarray | None = None  # [N, R] weights of one by sequences
     log_ratio: np.ndarray | None = None  # [N] of sequences, for a loss that has one
     learned: np.ndarray | None = None  # [N, R] tokens to learn from; None: all
     cut: Cut | None = None  # of completions; None: they are whole
+    draw: TokenDraw | None = None  # of the tokens; None: all are kept
 
-    def kept(
-        self, config: GrpoJobConfig, step: int, minibatch: int
-    ) -> np.ndarray | None:
-        """The tokens [N, R] to learn from of those that `kept_tokens` draws, or all."""
+    def drawn(self, config: GrpoJobConfig, step: int, number: int) -> "Minibatch":
+        """This minibatch with the tokens that `draw_tokens` keeps."""
+        if config.grpo.token_fraction == 1:
+            return self
+        return self._replace(draw=draw_tokens(config, step, number, self))
+
+    @property
+    def learnable(self) -> np.ndarray:
+        """The tokens [N, R] that the update may learn from, before any draw."""
         part = self.completions
-        drawn = kept_tokens(config, step, minibatch, part.lengths)
-        kept = [x for x in (drawn, self.learned, part.own) if x is not None]
-        return np.logical_and.reduce(kept) if kept else None
+        within = np.arange(part.sampled.shape[1]) < part.lengths[:, None]
+        masks = [x for x in (self.learned, part.own) if x is not None]
+        return np.logical_and.reduce([within, *masks])
+
+    @property
+    def kept(self) -> np.ndarray:
+        """The tokens [N, R] that the update learns from."""
+        return self.learnable if self.draw is None else self.draw.kept
+
+    @property
+    def inverse(self) -> np.ndarray | None:
+        """float32 [N, R] 1 / probability with which a token is kept; None: all are 1.
+
+        It is the factor of a token's loss and of its metrics, whose expected sums are
+        then those of all tokens (Horvitz and Thompson, 1952).
+        """
+        factors = [x.inverse for x in (self.cut, self.draw) if x is not None]
+        return functools.reduce(np.multiply, factors) if factors else None
+
+    @property
+    def token_count(self) -> float:
+        """Sum of `inverse` over the tokens that the update learns from."""
+        kept, inverse = self.kept, self.inverse
+        return float(kept.sum() if inverse is None else inverse[kept].sum())
 
     def packing(self, config: GrpoJobConfig) -> Packing:
         """The packing of the samples in `micro_batches`."""
         return packing_of(config, self.completions, config.grpo.max_tokens_train)
 
-    def micro_batches(
-        self, config: GrpoJobConfig, kept: np.ndarray | None = None
-    ) -> Iterator[tuple[PolicyBatch, np.float32]]:
-        """Yield micro-batches of the kept tokens [N, R], each with the normaliser."""
-        part = self.completions
+    def average(self, config: GrpoJobConfig) -> Average:
+        """The average over the tokens that were sampled, before any cut or draw."""
         slots = config.sampling.max_new_tokens * config.task.turns
-        counts = part.counts if self.cut is None else self.cut.counts
-        weights, normalizer = average(config.grpo, counts, slots)
-        if kept is not None:
-            weights = weights / np.float32(config.grpo.token_fraction)
-            part = part.keeping(kept)
+        counts = self.completions.counts if self.cut is None else self.cut.counts
+        return average(config.grpo, counts, slots)
+
+    def micro_batches(
+        self, config: GrpoJobConfig
+    ) -> Iterator[tuple[PolicyBatch, np.float32]]:
+        """Yield micro-batches of the kept tokens, each with the normaliser."""
+        kept = self.kept
+        part = self.completions.keeping(kept)
+        weights, normalizer = self.average(config)
         packed = self.packing(config)
 
         def placed(values: np.ndarray | None) -> Any:
             absent = itertools.repeat(None)
             return absent if values is None else iter(packed.place(part.spread(values)))
 
-        inverse = placed(None if self.cut is None else self.cut.inverse)
-        old, reference, rollout = map(placed, (self.old, self.reference, self.rollout))
+        corrected = self.rollout if config.grpo.corrects_tokens else None
+        old, reference, rollout = map(placed, (self.old, self.reference, corrected))
+        inverse = placed(self.inverse)
         of_tokens = iter(())
         if self.advantages.ndim > 1:
             of_tokens = placed(self.advantages)
@@ -89,6 +138,7 @@ class Minibatch(NamedTuple):
                 old_logprob=next(old),
                 advantages=advantages,
                 weights=token_weights,
+                inverse=inverse_probability,
                 ref_logprob=next(reference),
                 supports=next(supports),
                 rollout_logprob=next(rollout),
@@ -101,22 +151,72 @@ class Minibatch(NamedTuple):
             yield rows, normalizer
 
 
-def kept_tokens(
-    config: GrpoJobConfig, step: int, minibatch: int, lengths: np.ndarray
-) -> np.ndarray | None:
-    """Mask [N, R] of the sampled tokens that an update learns from; None: all.
+def draw_tokens(
+    config: GrpoJobConfig, step: int, number: int, part: Minibatch
+) -> TokenDraw:
+    """The tokens that an update learns from, each kept with its own probability.
 
-        kept ~ Bernoulli(grpo.token_fraction), each token by itself
-
-    The draw depends on the seed of the run and the arguments alone (Horvitz and
-    Thompson, 1952).
+    `keep_probabilities` of `gradient_bounds` are these probabilities. The draw depends
+    on nothing else but the seed of the run, `step` and `number`, the minibatch's.
     """
-    fraction, slots = config.grpo.token_fraction, config.completion_length
-    if fraction == 1:
-        return None
-    rng = Stream.KEPT_TOKENS.generator(config.run.seed, step, minibatch)
-    drawn = rng.random((len(lengths), slots)) < fraction
-    return drawn & (np.arange(slots) < lengths[:, None])
+    learnable = part.learnable
+    probability = np.ones(learnable.shape)
+    probability[learnable] = keep_probabilities(
+        gradient_bounds(config, part)[learnable], config.grpo.token_fraction
+    )
+    rng = Stream.KEPT_TOKENS.generator(config.run.seed, step, number)
+    kept = learnable & (rng.random(learnable.shape) < probability)
+    return TokenDraw(kept, np.where(learnable, 1 / probability, 0).astype(np.float32))
+
+
+def gradient_bounds(config: GrpoJobConfig, part: Minibatch) -> np.ndarray:
+    """Numbers [N, R] in proportion to bounds of the gradients of tokens.
+
+        bound = |A w| (1 - p),   1 - p <= norm of d(-ln p)/d(logits) <= sqrt(2) (1 - p)
+
+    for the advantage A, with the weights of a correction by sequences, the weight w in
+    the average, and the probability p with which the sampler drew the token. The square
+    of the norm is (1 - p)² plus the sum of the squares of the other probabilities, and
+    that sum would make the draw's second moment smaller by 3% at most (Kantorovich).
+    """
+    assert part.rollout is not None
+    advantages = part.advantages
+    factors = [
+        part.average(config).weights[:, None],
+        advantages if advantages.ndim > 1 else advantages[:, None],
+        part.correction,
+        None if part.cut is None else part.cut.inverse,
+        np.maximum(-np.expm1(part.rollout.astype(np.float64)), 0),
+    ]
+    return abs(functools.reduce(np.multiply, [x for x in factors if x is not None]))
+
+
+def keep_probabilities(bounds: np.ndarray, fraction: float) -> np.ndarray:
+    """Probabilities [M] with which tokens are kept, `fraction` of them on average.
+
+        π = min(1, max(fraction / 10, c · bound)),   c such that Σ π = fraction · M
+
+    The least probability limits the weights 1/π where a bound is wrong: the sampler's
+    probability differs from the trainer's, or the loss has terms that do not vanish
+    with the advantage, as a KL term or entropies. If few bounds are above 0, these
+    tokens are always kept, and the sum is smaller. If none is, all have the
+    probability `fraction`.
+    """
+    positive, least = bounds[bounds > 0], _LEAST_SHARE * fraction
+    if not positive.size:
+        return np.full(bounds.shape, fraction)
+
+    def probabilities(scale: float) -> np.ndarray:
+        return np.clip(scale * bounds, least, 1)
+
+    low, high = least / float(positive.max()), 1 / float(positive.min())
+    for _ in range(64):
+        middle = math.sqrt(low) * math.sqrt(high)
+        if probabilities(middle).sum() > fraction * bounds.size:
+            high = middle
+        else:
+            low = middle
+    return probabilities(high)
 
 
 def cut_prefixes(

@@ -212,6 +212,9 @@ class PolicyProgram(SamplingProgram):
             value, metrics = self._loss_of_hidden(
                 head, model.head, hidden, rows, normalizer, *numbers
             )
+            if rows.inverse is not None:  # sums that estimate those of all tokens
+                names = self.metric_names
+                metrics |= {name: rows.inverse * metrics[name] for name in names}
             cost = balance.with_loss(value, routed, self.model_config, rows.share)
             return cost, (value, metrics, routed)
 
@@ -266,6 +269,8 @@ class PolicyProgram(SamplingProgram):
             shapes = shapes._replace(rollout_logprob=floats)
         if grpo.has_sequence_ratio:
             shapes = shapes._replace(sequence_log_ratio=floats)
+        if grpo.keeps_at_random:
+            shapes = shapes._replace(inverse=floats)
         rows = self.layout.of_tokens(shapes)
         if self.model_config.router_aux_loss_coef:
             rows = rows._replace(share=self.number())
