@@ -34,6 +34,9 @@ from jax.core import Tracer
 
 from jaxmem import devices
 from jaxmem.base.fields import check_field
+from jaxmem.head.maths import column_sampling, recorded
+from jaxmem.head.maths.random_streams import Stream
+from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.models import kv_cache, largest, partitioning, refill
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.decoding import with_decoded_blocks
@@ -70,6 +73,8 @@ class Samples(NamedTuple):
         routes: [B, S, ...] experts that the tokens of each row went to, as in
             `models.route_records`, prompt first; of all but a completion's last token,
             which is not read. None: they are not recorded.
+        entries: `jaxmem.RecordedEntries` of each token's softmax, with leading axes
+            [B, R]; arbitrary where mask is False. None: they are not recorded.
     """
 
     tokens: jax.Array
@@ -79,6 +84,7 @@ class Samples(NamedTuple):
     lengths: jax.Array
     starts: jax.Array | None = None
     routes: jax.Array | None = None
+    entries: RecordedEntries | None = None
 
     @property
     def steps(self) -> int:
@@ -94,6 +100,7 @@ class SampledTokens(NamedTuple):
     mask: jax.Array
     logprobs: jax.Array
     support_ids: jax.Array | None
+    entries: RecordedEntries | None = None  # arbitrary where mask is False
 
 
 class SamplerState(NamedTuple):
@@ -159,7 +166,7 @@ def samples_of(state: SamplerState) -> Samples:
     drawn = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), state.drawn)
     lengths = jnp.sum(drawn.mask, axis=1, dtype=jnp.int32)
     routes = kv_cache.routes_by_position(state.cache)
-    return Samples(*drawn, lengths=lengths, routes=routes)
+    return Samples(**drawn._asdict(), lengths=lengths, routes=routes)
 
 
 def prepared(decoder: LanguageModel, decode_base: bool = False) -> LanguageModel:
@@ -197,6 +204,9 @@ class Sampler:
     room: int | None = None  # tokens of a row of the cache; None: for one completion
     unroll: bool | None = None  # as in `Decoder.decode`; None: if compiled for a GPU
     records: bool = False  # as in `Decoder.prefill`
+    # K, entries of each token's softmax that are recorded, drawn by the law of
+    # `jaxmem.Sample(K)`, where nothing is truncated; None: none are
+    entries: int | None = None
 
     def complete(
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, key: jax.Array
@@ -224,13 +234,13 @@ class Sampler:
             model.in_compute_type(), row_prompts, config.slots, config.max_new_tokens,
             self.draw_tokens, self.is_unrolled, self.records,
         )  # fmt: skip
-        zeros, size = jnp.zeros(rows, jnp.int32), config.support_size
-        ids = None if size is None else jnp.zeros((rows, size), jnp.int32)
-        like = SampledTokens(zeros, zeros.astype(bool), zeros.astype(float), ids)
+        logits = jax.ShapeDtypeStruct((rows, model.config.vocab_size), jnp.float32)
+        drawn, _ = jax.eval_shape(self.draw_tokens, keys, lengths, logits, lengths == 0)
+        like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), drawn)
         nothing = _nothing_drawn(like, config.max_new_tokens, self.pad_id)
         ended = decoding.run(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), nothing))
         after = {name: getattr(ended, name) for name in ("lengths", "starts", "routes")}
-        return Samples(*ended.drawn, **after)
+        return Samples(**ended.drawn._asdict(), **after)
 
     def start(
         self, decoder: LanguageModel, prompts: Ids, prompt_lengths: Ids, keys: jax.Array
@@ -340,8 +350,24 @@ class Sampler:
         if not self.keep_support:
             new = new._replace(support_ids=None)
         new = _mask_ended(new, ended, self.pad_id)
+        if self.entries is not None:
+            labels = jnp.where(ended, -1, new.tokens)
+            new = new._replace(entries=self._record(keys, logits, labels))
         ends = jnp.isin(new.tokens, jnp.asarray(self.eos_ids, jnp.int32))
         return new, ended | ends
+
+    def _record(
+        self, keys: jax.Array, logits: jax.Array, labels: jax.Array
+    ) -> RecordedEntries:
+        """Entries of rows' softmax; tokens do not depend on whether they are recorded.
+
+        `keys` [B] are those of the tokens' own draws.
+        """
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, Stream.ENTRIES))(keys)
+        assert self.entries is not None and not self.config.truncates
+        scaled, draws = logits / self.config.temperature, column_sampling.draws(keys)
+        made = recorded.record(scaled, labels, self.entries, draws)
+        return recorded.compact(made)
 
     def most_probable(
         self, logits: jax.Array, count: int
@@ -383,11 +409,11 @@ def _draw_categorical(
 def _mask_ended(drawn: SampledTokens, ended: jax.Array, pad_id: int) -> SampledTokens:
     """The drawn tokens, with padding in rows that have ended."""
     ids = drawn.support_ids
-    return SampledTokens(
-        jnp.where(ended, pad_id, drawn.tokens),
-        drawn.mask & ~ended,
-        jnp.where(ended, 0.0, drawn.logprobs),
-        None if ids is None else jnp.where(ended[:, None], -1, ids),
+    return drawn._replace(
+        tokens=jnp.where(ended, pad_id, drawn.tokens),
+        mask=drawn.mask & ~ended,
+        logprobs=jnp.where(ended, 0.0, drawn.logprobs),
+        support_ids=None if ids is None else jnp.where(ended[:, None], -1, ids),
     )
 
 

@@ -15,6 +15,7 @@ class Stream(enum.IntEnum):
     """
 
     COMPLETIONS = 0x636F6D70  # of `jaxmem generate`
+    ENTRIES = 0x656E7472  # columns that are recorded of a sampled token's softmax
     GRADIENTS = 0x68656164  # columns of the head's sampled gradients
     KEPT_TOKENS = 0x746F6B65  # the tokens that an update learns from
     MINIBATCHES = 0x6D696E69  # which samples are in which minibatch
