@@ -317,7 +317,12 @@ def attend_in_place(
         return plain(query, new, cached.layer, seen)
     location = cached_attention.Place(cached.index, seen.cached[:, 0])
     mixed = cached_attention.attend(
-        grouped, tuple(new), cached.layers, location, scale=scale, softcap=softcap
+        grouped,
+        (new.keys, new.values),
+        cached.layers,
+        location,
+        scale=scale,
+        softcap=softcap,
     )
     return _by_token(mixed, query.shape)
 
