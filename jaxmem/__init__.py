@@ -30,7 +30,11 @@ from jaxmem.head import (
     token_stats_from_logits as token_stats_from_logits,
     topk as topk,
 )
-from jaxmem.head.maths.gradients import Recompute as Recompute, Sample as Sample
+from jaxmem.head.maths.gradients import (
+    Recompute as Recompute,
+    Recorded as Recorded,
+    Sample as Sample,
+)
 from jaxmem.head.maths.head import Head as Head
 from jaxmem.losses.mismatch import mismatch_report as mismatch_report
 

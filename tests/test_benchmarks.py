@@ -33,6 +33,7 @@ from benchmarks import (
     run_low_bit,
     run_offload,
     run_peers,
+    run_recorded,
     run_rl,
     stack,
     workers,
@@ -542,6 +543,21 @@ def test_run_low_bit_compares_seeds_with_16_bits():
     mean |= {"base": "nf4", "seed": "mean", "over_16_bits": 0, "spread": 0}
     assert rows["nf4", "mean"] == mean
     assert rows["bfloat16", "mean"]["spread"] == 0.5
+
+
+@pytest.mark.slow
+def test_run_recorded_compares_with_exact_gradients(tmp_path):
+    out = tmp_path / "x.csv"
+    sizes = "--cpu --shape=32,32,512 --k=16 --chunk=32 --repetitions=1 --data=policy"
+    run_recorded.main([*sizes.split(), f"--out={out}"])
+    rows = {(row["path"], row["step"]): row for row in results.read(out)}
+    name = "logprobs, recorded, forward and both gradients"
+    for step in run_recorded.STEPS:
+        row = rows[name, str(step)]
+        assert row["lost"] == "0" and 0 < float(row["dh_deviation"]) < 1
+        assert abs(float(row["lnz_rms"])) < 3 * float(row["lnz_told"])
+    assert float(rows[name, "0.01"]["over_gemm"]) > 0
+    assert "record_entries" in {path for path, _ in rows}
 
 
 @pytest.mark.slow

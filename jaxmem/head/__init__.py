@@ -5,7 +5,11 @@
 
 from jaxmem.base import imports
 from jaxmem.head.maths.call_report import report as report
-from jaxmem.head.maths.gradients import Recompute as Recompute, Sample as Sample
+from jaxmem.head.maths.gradients import (
+    Recompute as Recompute,
+    Recorded as Recorded,
+    Sample as Sample,
+)
 from jaxmem.head.maths.head import Head as Head
 from jaxmem.head.maths.recorded import RecordedEntries as RecordedEntries
 from jaxmem.head.maths.row_stats import TokenStats as TokenStats

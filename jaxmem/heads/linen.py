@@ -91,6 +91,7 @@ class LMHead(HeadVerbs, nn.Module):
     support_logprobs = HeadVerbs.support_logprobs
     topk = HeadVerbs.topk
     sample_ids = HeadVerbs.sample_ids
+    record_entries = HeadVerbs.record_entries
     selected_logprobs = HeadVerbs.selected_logprobs
     teacher = HeadVerbs.teacher
     divergence = HeadVerbs.divergence

@@ -16,6 +16,7 @@ from jaxmem.head.backends import choose
 from jaxmem.head.maths import checks, gradients
 from jaxmem.head.maths.gradients import Gradient
 from jaxmem.head.maths.head import Head
+from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.maths.spec import AxisName, Chunk, Implementation
 from jaxmem.head.verbs import api
@@ -23,6 +24,7 @@ from jaxmem.head.verbs.divergence import divergence
 from jaxmem.head.verbs.divergence_loss import divergence_loss
 from jaxmem.head.verbs.draws import sample_ids
 from jaxmem.head.verbs.kinds import Kind
+from jaxmem.head.verbs.recording import record_entries
 from jaxmem.head.verbs.selected import selected_logprobs
 from jaxmem.head.verbs.single_pass import token_loss
 from jaxmem.head.verbs.support import support_logprobs
@@ -225,6 +227,17 @@ class HeadVerbs:
         """Return n ids drawn from each token's softmax; see `jaxmem.sample_ids`."""
         return self._run_only(sample_ids, hidden, n, key, **options)
 
+    def record_entries(
+        self,
+        hidden: ArrayLike,
+        labels: ArrayLike,
+        k: int,
+        key: jax.Array,
+        **options: Any,
+    ) -> RecordedEntries:
+        """Return logits of k columns of each token; see `jaxmem.record_entries`."""
+        return self._run(record_entries, hidden, labels, k, key, **options)
+
     def selected_logprobs(
         self, hidden: ArrayLike, ids: ArrayLike, **options: Any
     ) -> jax.Array:
@@ -310,7 +323,11 @@ def check_options(head: Any, columns: int) -> None:
     checks.check_chunk(head.chunk, tokens=1, columns=columns)
     checks.check_vocab_size(head.vocab_size, columns)
     choose.check(head.implementation)
-    gradients.check(head.gradient)
+    if isinstance(gradients.check(head.gradient), gradients.Recorded):
+        raise ValueError(
+            "gradient=Recorded(entries) must be given to logprobs, token_stats, loss "
+            "or token_loss, because entries are of one call's tokens"
+        )
     # `HeadSharding` pads the columns; the verbs check those of a head without it.
     checks.check_vocab_groups(head.vocab_groups, columns=0, n_shards=1)
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem.head.maths import checks, column_sampling, gradients
+from jaxmem.head.maths import checks, column_sampling, gradients, recorded
 from jaxmem.head.maths.backend_operands import Ragged
 from jaxmem.head.maths.head import Head, as_head
+from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.head.verbs import arguments
 from jaxmem.head.verbs.support import read_supports
 from jaxmem.head.verbs.token_ids import check_ids
@@ -97,6 +98,12 @@ def read(plan, values, split) -> dict[str, Any]:
         values["vocab_size"] = vocab_size
     operands |= _read_rows(values, shape, split, vocab_size)
     operands |= _read_key(values, shape, split, vocab_size)
+    if isinstance(values.get("gradient"), gradients.Recorded):
+        entries = values["gradient"].entries
+        entries = recorded.check(entries, shape)
+        empty = recorded.EMPTY, *(0,) * (len(entries) - 1)
+        placed = map(Operand, entries, (split,) * len(entries), empty)
+        operands["gradient"] = gradients.Recorded(RecordedEntries(*placed))
     if "target" in values:
         where = checks.read_where(values["where"], shape)
         target, places = values["target"], Places(plan, where, shape, vocab_size, split)

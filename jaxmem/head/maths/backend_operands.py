@@ -56,6 +56,7 @@ class TokenRows(NamedTuple):
     active: jax.Array  # bool
     temperature: jax.Array | None  # in the statistics' dtype; None means 1
     draws: jax.Array | None = None  # uint32, uniform; None: nothing is sampled
+    recorded: Any = None  # RecordedEntries; None: logits are of this call
 
 
 class Ragged(NamedTuple):

@@ -46,9 +46,13 @@ class TracedCall:
             f"{line}, chunk={self.chunk}, "
             f"{stored if self.live_logits_bytes else 'no logits'}"
             f"{sampled if self.gradient_samples else ''}"
-            f"{'' if self.forward == 'exact' else f', logits in {self.forward}'}"
+            f"{_LOGITS[self.forward]}"
         )
 
+
+_LOGITS: dict[Logits, str] = {
+    "exact": "", "int8": ", logits in int8", "recorded": ", logits of these alone",
+}  # fmt: skip
 
 # jax.jit does not retrace a function that it has compiled for the same shapes.
 _NOTHING_TRACED = (

@@ -154,7 +154,7 @@ def label_logits(spec: Spec, head: Factors, hidden: jax.Array, labels: jax.Array
 
 def normaliser(others: Stats, label_logit: jax.Array) -> Normaliser:
     """The normaliser of ẑ and the label's z, by which entries are selected."""
-    stats = row_stats.merge(others, _label_stats(label_logit))
+    stats = row_stats.merge(others, row_stats.of_label(label_logit))
     whole = row_stats.finish(stats, jnp.ones(label_logit.shape, jnp.bool_))
     return Normaliser(whole.max, whole.log_sum)
 
@@ -194,7 +194,9 @@ def corrected(
     largest = jnp.where(
         certain & jnp.any(kept, axis=1), top, jnp.maximum(top, others.max)
     )
-    stats = row_stats.merge(_relative_to(sums, largest), _label_stats(label_logit))
+    stats = row_stats.merge(
+        row_stats.relative_to(sums, largest), row_stats.of_label(label_logit)
+    )
     outputs = row_stats.finish(stats, label_exists)
     log_p = after + (base - outputs.max - outputs.log_sum)[:, None]
     p = jnp.where(kept, jnp.exp(log_p), 0)
@@ -220,22 +222,3 @@ def put(results: tuple[dict, Entries], row_ids, new: Corrected):
     values = new.outputs._asdict() | {ERROR: new.error}
     values = {k: values[k] for k in outputs}
     return backend_operands.put_all((outputs, entries), row_ids, (values, new.entries))
-
-
-def _label_stats(label_logit):
-    """Statistics over the label's column alone."""
-    zero = jnp.zeros_like(label_logit)
-    square = jnp.where(label_logit == -jnp.inf, zero, 1)
-    return Stats(label_logit, zero, zero, square, label_logit)
-
-
-def _relative_to(stats, row_max):
-    """Statistics of columns without the label's, relative to another maximum."""
-    shift = row_stats.finite(stats.max) - row_stats.finite(row_max)
-    scale = jnp.exp(shift)
-    return stats._replace(
-        max=row_max,
-        sum_others=scale * stats.sum_others,
-        sum_shifted=scale * (stats.sum_shifted + shift * stats.sum_others),
-        sum_squares=scale**2 * stats.sum_squares,
-    )

@@ -1,7 +1,11 @@
 """Ways to compute gradients: one small static object, `gradient=` of a verb."""
 
 import dataclasses
+import functools
 from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
 
 from jaxmem.base import messages
 from jaxmem.base.fields import check_field, check_numbers
@@ -94,17 +98,64 @@ class Sample:
         return {"gradient_samples": self.k, "forward": self.forward}
 
 
-Gradient = Recompute | Sample
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["entries"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Recorded:
+    """Results and gradients from entries that were recorded under earlier weights.
+
+    No product over the vocabulary is computed: new logits are those of the label and of
+    at most K recorded columns of each token. Results are estimates: the sum of
+    exponentials has no bias, and no error where no logit has changed (docs/sampled.md).
+    Labels, mask, temperature and head must be those of the record. `token_loss` returns
+    the estimated error of each token's logsumexp as the metric `forward_error`; it is
+    infinite where there is no estimate, and the token has the results of its record.
+
+    Attributes:
+        entries: `jaxmem.RecordedEntries` of the tokens; constants.
+
+    >>> import jax, jax.numpy as jnp, jaxmem
+    >>> h, W, y = jnp.ones((2, 8)), jnp.zeros((4, 8)), jnp.array([0, 3])
+    >>> entries = jaxmem.record_entries(h, W, y, 3, jax.random.key(0))
+    >>> jaxmem.logprobs(h, W + 1, y, gradient=jaxmem.Recorded(entries)).round(3)
+    Array([-1.386, -1.386], dtype=float32)
+    """
+
+    entries: Any
+
+    def __repr__(self):
+        return "Recorded(entries)"
+
+    def facts(self, vocab_size: int) -> dict[str, Any]:
+        """The fields of `Spec` that it decides on; an error for too many entries."""
+        columns = getattr(self.entries, "columns", None)
+        if columns is None:
+            raise TypeError(
+                "gradient=Recorded(entries) must have jaxmem.RecordedEntries, got "
+                f"{messages.short(self.entries)}"
+            )
+        k = (np.shape(columns) or (0,))[-1]
+        if not 0 < k < vocab_size:
+            raise ValueError(
+                "gradient=Recorded(entries) must have from 1 to less than "
+                f"vocab_size={vocab_size} entries a token, got columns of shape "
+                f"{np.shape(columns)}"
+            )
+        return {"gradient_samples": k, "forward": "recorded"}
+
+
+Gradient = Recompute | Sample | Recorded
 KINDS: dict[str, type] = {"recompute": Recompute, "sample": Sample}
 
 
 def check(gradient: Gradient | None) -> Gradient | None:
     """Require None or one of the classes here."""
-    if gradient is None or type(gradient) in KINDS.values():
+    if gradient is None or type(gradient) in get_args(Gradient):
         return gradient
     raise TypeError(
-        "gradient must be None, jaxmem.Recompute(blocks) or jaxmem.Sample(k), got "
-        f"{messages.short(gradient)}"
+        "gradient must be None, jaxmem.Recompute(blocks), jaxmem.Sample(k) or "
+        f"jaxmem.Recorded(entries), got {messages.short(gradient)}"
     )
 
 
@@ -116,6 +167,8 @@ def facts(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
 def facts_of_whole_logits(gradient: Gradient | None, vocab_size: int) -> dict[str, Any]:
     """`facts`, for verbs that read a chunk's exact logits over the whole vocabulary."""
     fields = facts(gradient, vocab_size)
+    if fields.get("forward") == "recorded":
+        raise no_recorded("this function reads more logits than a record has")
     if fields.get("gradient_blocks", 1) > 1:
         raise NotImplementedError(
             f"gradient={gradient} must have one block: this verb reads whole rows of "
@@ -127,6 +180,14 @@ def facts_of_whole_logits(gradient: Gradient | None, vocab_size: int) -> dict[st
             "exact logits than the labels' and the sampled entries'"
         )
     return fields
+
+
+def no_recorded(reason: str) -> NotImplementedError:
+    """The error of a function that has no gradient=Recorded(entries)."""
+    return NotImplementedError(
+        "gradient=Recorded(entries) is of logprobs, token_stats and token_loss; "
+        f"{reason}"
+    )
 
 
 def from_literal(value: object) -> Gradient | None:

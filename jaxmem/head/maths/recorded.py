@@ -11,6 +11,7 @@ estimated by
 without bias, and without any error where no logit has changed.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +20,22 @@ import numpy as np
 from jax import lax
 
 from jaxmem.head.maths import (
+    backend_operands,
+    checks,
     column_sampling,
     row_stats,
     scaling,
+    vocab_shards,
 )
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.column_sampling import Entries, Sampling
-from jaxmem.head.maths.row_stats import Outputs
+from jaxmem.head.maths.row_stats import Outputs, Stats
 from jaxmem.head.maths.spec import Spec
 
-_EMPTY = np.iinfo(np.int32).max  # the column of an empty slot
+EMPTY = np.iinfo(np.int32).max  # the column of an empty slot
+# A row has no estimate if Ẑ1 / Z0 is at most the first, where rounding leaves few
+# digits, or if a logit is above ln Z0 by the second, whose squares overflow.
+SMALLEST_RATIO, LARGEST_RISE = 2.0**-10, 30.0
 
 
 class RecordedEntries(NamedTuple):
@@ -104,7 +111,7 @@ def of_rows(
     live = (selected.p > 0) & exists[:, None]
     statistics = label_logit, outputs.logsumexp, outputs.entropy, outputs.sum_pi_squared
     return RecordedEntries(
-        jnp.where(live, selected.columns, _EMPTY),
+        jnp.where(live, selected.columns, EMPTY),
         jnp.where(live, z, 0),
         *(jnp.where(exists, x, 0) for x in statistics),
     )
@@ -114,6 +121,168 @@ def compact(entries: RecordedEntries) -> RecordedEntries:
     """Slots in the order of their columns, empty ones last."""
     columns, logits = lax.sort((entries.columns, entries.logits), num_keys=1)
     return entries._replace(columns=columns, logits=logits)
+
+
+def check(entries: Any, shape: tuple[int, ...]) -> RecordedEntries:
+    """The entries of tokens of this shape, as arrays; an error names a wrong one."""
+    if not isinstance(entries, RecordedEntries):
+        raise TypeError(
+            "gradient=Recorded(entries) must have jaxmem.RecordedEntries, got "
+            f"{checks.brief(entries)}"
+        )
+    name = "gradient.entries"
+    arrays = RecordedEntries(
+        *(
+            checks.as_array(f"{name}.{field}", x)
+            for field, x in zip(entries._fields, entries, strict=True)
+        )
+    )
+    for field, x in arrays._asdict().items():
+        of_slots, is_columns = field in ("columns", "logits"), field == "columns"
+        kind = jnp.integer if is_columns else jnp.floating
+        if not jnp.issubdtype(x.dtype, kind):
+            expected = "int32" if is_columns else "float32"
+            raise TypeError(f"{name}.{field} must be {expected}, got {x.dtype}")
+        expected = (*shape, arrays.k) if of_slots else shape
+        if x.shape != expected:
+            raise ValueError(
+                f"{name}.{field} must have shape {expected}, that of the tokens"
+                f"{' and K slots' if of_slots else ''}, got {x.shape}"
+            )
+    return arrays
+
+
+def read(entries: Any, spec: Spec, shape: tuple[int, ...]) -> RecordedEntries:
+    """`check`, with all tokens in one axis, in the statistics' dtype; constants."""
+    arrays = check(entries, shape)
+    columns, *floats = (
+        jnp.reshape(x, (math.prod(shape), *x.shape[len(shape) :])) for x in arrays
+    )
+    floats = (x.astype(spec.stats_dtype) for x in floats)
+    return lax.stop_gradient(RecordedEntries(columns.astype(jnp.int32), *floats))
+
+
+class OwnEntries(NamedTuple):
+    """The recorded entries [N, K] of this shard of the vocabulary."""
+
+    columns: jax.Array  # of this shard; `spec.columns` in an empty slot
+    logits: jax.Array
+    inverse: jax.Array  # 1 / q; 0 in an empty slot
+
+
+def own_entries(spec: Spec, rows: TokenRows) -> OwnEntries:
+    """The entries whose new logits this shard computes; never one of the label."""
+    kept, first = rows.recorded, backend_operands.first_column(spec)
+    columns, logits = kept.columns - first, kept.logits
+    live = (kept.columns >= 0) & (kept.columns < spec.vocab_size)
+    live &= (columns >= 0) & (columns < spec.columns)
+    live &= (kept.columns != rows.labels[:, None]) & rows.active[:, None]
+    columns = jnp.where(live, columns, spec.columns)
+    if spec.is_part:  # most slots are of other shards
+        columns, logits = lax.sort((columns, logits), num_keys=1)
+        live = columns < spec.columns
+    p = jnp.where(live, jnp.exp(logits - kept.logsumexp[:, None]), 0)
+    sampling = sampling_of(kept.k, spec.all_columns)
+    return OwnEntries(columns, logits, column_sampling.inverse(sampling, p))
+
+
+class Estimated(NamedTuple):
+    """Results of rows under new weights."""
+
+    outputs: Outputs
+    entries: Entries  # of the derivative, with p of the new logits
+    error: jax.Array  # estimated standard deviation of ln Ẑ1 in nats, [N]
+
+
+class _Terms(NamedTuple):
+    """Logits of entries relative to ln Z0, x, and e^x; 0 in empty slots."""
+
+    x: jax.Array
+    exps: jax.Array
+
+
+def _terms(z, base, live):
+    smallest = jnp.finfo(z.dtype).min
+    x = jnp.where(live, jnp.clip(z - base[:, None], smallest, LARGEST_RISE), 0)
+    return _Terms(x, jnp.where(live, jnp.exp(x), 0))
+
+
+def estimated(
+    spec: Spec, rows: TokenRows, own: OwnEntries, label_logit: jax.Array, z: jax.Array
+) -> Estimated:
+    """Results of rows from new scaled logits, of labels [N] and of own entries [N, K].
+
+    Those of labels that do not exist here, and of empty slots, are undefined. A row
+    without an estimate has the results of its record, and an infinite error.
+    """
+    kept, base = rows.recorded, rows.recorded.logsumexp
+    label_logit = _label_logit(spec, rows, label_logit)
+    live = own.inverse > 0
+    before, after = (_terms(logits, base, live) for logits in (own.logits, z))
+    tops = [jnp.max(jnp.where(live, x, -jnp.inf), axis=1) for x in (own.logits, z)]
+    old_top, top, label_logit = _over_shards(spec, lax.pmax, [*tops, label_logit])
+    sums = _over_shards(spec, lax.psum, _changes(own, before, after))
+    x_label = jnp.clip(kept.label_logit - base, jnp.finfo(base.dtype).min, 0)
+    p_label = jnp.exp(x_label)
+    ratio = -jnp.expm1(x_label) + sums[0] + jnp.exp(label_logit - base)  # Ẑ1 / Z0
+    rise = jnp.maximum(label_logit, top) - base
+    is_lost = (ratio <= SMALLEST_RATIO) | (rise >= LARGEST_RISE)
+    error = jnp.where(is_lost, jnp.inf, jnp.sqrt(sums[3]) / ratio)
+
+    def unless_lost(new, old):
+        return jnp.where(is_lost, old, new)
+
+    label_logit = unless_lost(label_logit, kept.label_logit)
+    changes = [unless_lost(x, 0) for x in sums]
+    others = Stats(
+        max=base,
+        sum_others=-jnp.expm1(x_label) + changes[0],
+        sum_shifted=-kept.entropy - p_label * x_label + changes[1],
+        sum_squares=kept.sum_pi_squared - p_label**2 + changes[2],
+        label_logit=jnp.full_like(base, -jnp.inf),
+    )
+    # Not ln Z0: is_argmax compares the label with the largest of the entries.
+    largest = jnp.maximum(unless_lost(top, old_top), label_logit)
+    largest = jnp.maximum(largest, base - LARGEST_RISE / 2)  # or sums would overflow
+    others = row_stats.relative_to(others, largest)
+    stats = row_stats.merge(others, row_stats.of_label(label_logit))
+    outputs = row_stats.finish(stats, rows.labels < spec.vocab_size)
+    outputs = vocab_shards.vary(outputs, spec.varying)
+    x = jnp.where(is_lost[:, None], before.x, after.x)
+    log_p = x + ((base - outputs.max) - outputs.log_sum)[:, None]
+    p = jnp.where(live, jnp.exp(log_p), 0)
+    entries = Entries(own.columns, p, p * own.inverse)
+    return Estimated(outputs, entries, vocab_shards.vary(error, spec.varying))
+
+
+def _label_logit(spec, rows, z):
+    """The label's logit on the shard that has its column, elsewhere -inf."""
+    row_ids = jnp.arange(len(z), dtype=jnp.int32)
+    labels = backend_operands.part_labels(spec, rows, row_ids)
+    exists = (labels >= 0) & (labels < spec.columns) & (rows.labels < spec.vocab_size)
+    return jnp.where(exists & rows.active, z, -jnp.inf)
+
+
+def _changes(own, before, after):
+    """Estimated changes of Σ e^x, Σ x e^x and Σ e^2x, and the variance of the first.
+
+    The variance is that of independent draws; those of systematic sampling vary less.
+    """
+    change = after.exps - before.exps
+    terms = (
+        own.inverse * change,
+        own.inverse * (after.x * after.exps - before.x * before.exps),
+        own.inverse * (after.exps**2 - before.exps**2),
+        own.inverse * jnp.maximum(own.inverse - 1, 0) * change**2,
+    )
+    return [jnp.sum(x, axis=1) for x in terms]
+
+
+def _over_shards(spec, reduce, arrays):
+    """The arrays [N], reduced over the vocabulary's shards."""
+    if not spec.shards:
+        return arrays
+    return list(reduce(jnp.stack(arrays), spec.shards.axes))
 
 
 def scaled(

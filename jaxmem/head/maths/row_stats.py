@@ -91,6 +91,25 @@ def empty(shape, dtype) -> Stats:
     return Stats(nothing, zero, zero, zero, nothing)
 
 
+def of_label(label_logit: jax.Array) -> Stats:
+    """Statistics over the label's column alone; -inf where it is not here."""
+    zero = jnp.zeros_like(label_logit)
+    square = jnp.where(label_logit == -jnp.inf, zero, 1)
+    return Stats(label_logit, zero, zero, square, label_logit)
+
+
+def relative_to(stats: Stats, row_max: jax.Array) -> Stats:
+    """Statistics of columns without the label's, relative to another maximum."""
+    shift = finite(stats.max) - finite(row_max)
+    scale = jnp.exp(shift)
+    return stats._replace(
+        max=row_max,
+        sum_others=scale * stats.sum_others,
+        sum_shifted=scale * (stats.sum_shifted + shift * stats.sum_others),
+        sum_squares=scale**2 * stats.sum_squares,
+    )
+
+
 def of_tile(
     z: jax.Array, labels: jax.Array, row_max: jax.Array | None = None
 ) -> tuple[Stats, jax.Array]:

@@ -18,6 +18,7 @@ from jaxmem.head.maths import (
     eight_bits,
     gradients,
     partition,
+    recorded,
     vocab_shards,
 )
 from jaxmem.head.maths.backend_operands import CallerLogits, Factors, TokenRows
@@ -111,12 +112,13 @@ def call(
     source, shape = operands.source, operands.shape
     spec = spec_of(source, operands.head, outputs, options)
     rows = read_rows(spec, shape, labels, options)
-    if spec.forward != "exact":
+    if spec.forward == "int8":
         eight_bits.check(spec, source, rows)
     type_operands = _type_samples if spec.gradient_samples else typed
     spec, source = type_operands(spec, source, rows)
     backend, why = choose.choose(options.implementation, spec, source)
-    live_bytes = 4 * spec.chunk * spec.columns if backend.stores_logits else 0
+    has_logits = backend.stores_logits and spec.forward != "recorded"
+    live_bytes = 4 * spec.chunk * spec.columns if has_logits else 0
     facts = spec.chunk, live_bytes, spec.gradient_samples, spec.forward
     call_report.record(verb, source.shapes(shape), backend.name, why, *facts)
     return CheckedCall(spec, backend, source, rows, shape)
@@ -205,11 +207,15 @@ def read_head(hidden, W, prefix: str = "") -> HeadOperands:
 def read_rows(
     spec: Spec, shape: tuple[int, ...], labels, options: CallOptions
 ) -> TokenRows:
-    """Labels, mask and temperature per token, [N]; labels are 0 for NO_LABELS."""
+    """The rows of all tokens, [N]; labels are 0 for NO_LABELS."""
     where, temperature, dtype = options.where, options.temperature, spec.stats_dtype
-    divisor = draws = None
+    divisor = draws = entries = None
     if where is not None:
         where = checks.read_where(where, shape)
+    if isinstance(options.gradient, gradients.Recorded):
+        if labels is NO_LABELS:
+            raise gradients.no_recorded("this function has no labels")
+        entries = recorded.read(options.gradient.entries, spec, shape)
     labels = np.zeros(shape, np.int32) if labels is NO_LABELS else labels
     labels = checks.as_visible_array("labels", labels)
     checks.check_labels(labels, where, shape, spec.vocab_size)
@@ -224,7 +230,7 @@ def read_rows(
         if keys is not None:
             keys = jnp.reshape(column_sampling.token_keys(keys, shape), (-1,))
             draws = column_sampling.draws(keys)
-    return TokenRows(labels.reshape(-1), active.reshape(-1), divisor, draws)
+    return TokenRows(labels.reshape(-1), active.reshape(-1), divisor, draws, entries)
 
 
 def as_int32(ids, vocab_size: int) -> jax.Array:

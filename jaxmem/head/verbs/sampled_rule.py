@@ -2,18 +2,20 @@
 
 The forward pass samples the entries of each token's derivative while its logits are
 alive (`maths.column_sampling`). The backward pass uses them for any cotangents, and
-recomputes nothing. If no derivative is requested, nothing is sampled, unless the
-forward pass is in 8 bits (`maths.eight_bits`).
+recomputes nothing. If no derivative is requested, nothing is sampled, unless results
+are estimated from samples: with a forward pass in 8 bits (`maths.eight_bits`), or from
+entries that were recorded before (`maths.recorded`).
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.head.backends.protocol import sampler_of
-from jaxmem.head.maths import eight_bits, row_stats, vocab_shards
-from jaxmem.head.maths.backend_operands import Factors, TokenRows
+from jaxmem.head.maths import eight_bits, recorded, row_stats, vocab_shards
+from jaxmem.head.maths.backend_operands import Factors, TokenRows, part_labels
 from jaxmem.head.maths.column_sampling import Entries
 from jaxmem.head.maths.row_stats import TokenStats
 from jaxmem.head.verbs.rule import on_tokens
@@ -33,18 +35,13 @@ class _SampledRule(BackendRule):
     """A rule whose forward pass samples entries."""
 
     @property
-    def in_8_bits(self) -> bool:
-        """True if outputs depend on the samples, and have an error."""
-        return self.spec.forward == "int8"
-
-    @property
     def errors(self) -> tuple[str, ...]:
         """Names of outputs that the exact forward pass does not have."""
-        return (eight_bits.ERROR,) if self.in_8_bits else ()
+        return () if self.spec.forward == "exact" else (eight_bits.ERROR,)
 
     def outputs(self, source, rows, names) -> dict:
         """See `BackendRule.outputs`; a derivative changes no bit of them."""
-        if not self.in_8_bits:
+        if not self.errors:
             return super().outputs(source, rows, names)
         return self.sampled(source, rows, names)[0]
 
@@ -57,13 +54,42 @@ class _SampledRule(BackendRule):
         self, source: Factors, rows: TokenRows
     ) -> tuple[eight_bits.EightBits, ...]:
         """Operands that the forward pass computes once for all tokens."""
-        return (eight_bits.of_call(self.spec, source, rows),) if self.in_8_bits else ()
+        if self.spec.forward != "int8":
+            return ()
+        return (eight_bits.of_call(self.spec, source, rows),)
 
     def pass_of(self, spec, source, rows, shared, names) -> tuple[dict, Entries]:
-        """The backend's forward pass over this device's tokens."""
-        backend = self.backend.eight_bits if self.in_8_bits else self.backend.sampler
-        assert backend is not None, self.backend.name
-        return backend.forward(spec, source, rows, names, *shared)
+        """The forward pass over this device's tokens."""
+        passes = {
+            "exact": self._exact_pass, "int8": self._pass_in_8_bits,
+            "recorded": self._recorded_pass,
+        }  # fmt: skip
+        return passes[spec.forward](spec, source, rows, names, *shared)
+
+    def _exact_pass(self, *operands):
+        return sampler_of(self.backend).forward(*operands)
+
+    def _pass_in_8_bits(self, *operands):
+        assert self.backend.eight_bits is not None, self.backend.name
+        return self.backend.eight_bits.forward(*operands)
+
+    def _recorded_pass(self, spec, source, rows, names):
+        """New logits of labels and recorded entries, and what follows from them."""
+        own = recorded.own_entries(spec, rows)
+        row_ids = jnp.arange(len(rows.labels), dtype=jnp.int32)
+        labels = part_labels(spec, rows, row_ids)
+        exists = (labels >= 0) & (labels < spec.columns)
+        labels = jnp.where(exists, labels, spec.columns)
+        columns = jnp.concatenate([labels[:, None], own.columns], axis=1)
+        products = sampler_of(self.backend).logits_at(spec, source, rows, columns)
+        z = recorded.scaled(spec, source, rows, columns, products)
+        new = recorded.estimated(spec, rows, own, z[:, 0], z[:, 1:])
+        values = new.outputs._asdict() | {eight_bits.ERROR: new.error}
+        outputs = {
+            k: jnp.where(rows.active, values[k], jnp.zeros_like(values[k]))
+            for k in names
+        }
+        return outputs, new.entries
 
 
 class SampledStatisticsRule(_SampledRule, StatisticsRule):
@@ -97,8 +123,8 @@ class SampledLossRule(_SampledRule, LossRule):
     """`LossRule` with a sampled derivative.
 
     Entries and statistics of all tokens are computed before the loss is differentiated,
-    so that the gradients are one sum over all tokens. In 8 bits, metrics have the error
-    of each token.
+    so that the gradients are one sum over all tokens. Where results are estimates,
+    metrics have the error of each token.
     """
 
     def forward(self, trained, fixed):
@@ -130,6 +156,6 @@ def _add_error(metrics, error):
     if repeated := metrics.keys() & error.keys():
         raise ValueError(
             f"loss_fn's metric {min(repeated)!r} must have another name: token_loss "
-            "has one of that name where the forward pass is in 8 bits"
+            "has one of that name where results are estimates"
         )
     return metrics | error

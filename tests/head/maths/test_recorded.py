@@ -10,32 +10,11 @@ import pytest
 import jaxmem
 from jaxmem.head.maths import column_sampling, recorded
 from tests.helpers.cases import Case
+from tests.helpers.recorded import enumerate_starts, starts_of_each_set
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 K, V = 5, 40
-
-
-def starts_of_each_set(p, k=K):
-    """(starts, their weights, q): one start for each set of columns that can be kept.
-
-    The set is the same between two starts at which a multiple of u enters or leaves a
-    column's interval.
-    """
-    sampling = recorded.sampling_of(k, len(p))
-    units = np.asarray(column_sampling.units(sampling, jnp.asarray(p)), np.int64)
-    sums = np.cumsum(units)
-    bounds = np.unique(np.append(-sums % sampling.one, 0))
-    counts = np.diff(np.append(bounds, sampling.one))
-    return bounds.astype(np.int64), counts / sampling.one, units / sampling.one
-
-
-@pytest.fixture
-def start_is_draw(monkeypatch):
-    """Draws that are starts, so that a test may enumerate them."""
-    monkeypatch.setattr(
-        column_sampling, "starts", lambda sampling, draws, shard=0: draws.astype(int)
-    )
 
 
 def row(std, seed=0):
@@ -50,11 +29,12 @@ def softmax(z):
 
 
 @pytest.mark.parametrize("std", [0.5, 3.0, 8.0])
-def test_columns_are_kept_with_their_probabilities(std, start_is_draw):
+def test_columns_are_kept_with_their_probabilities(std, monkeypatch):
+    enumerate_starts(monkeypatch)
     z, y = row(std)
     p = softmax(np.float64(z))
     p[y] = 0
-    starts, weights, q = starts_of_each_set(np.float32(p))
+    starts, weights, q = starts_of_each_set(np.float32(p), K)
     many = np.tile(z, (len(starts), 1)), np.full(len(starts), y)
     entries = recorded.record(*many, K, jnp.asarray(starts, jnp.uint32))
     kept = np.zeros((len(starts), V + 1))
