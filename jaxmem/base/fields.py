@@ -57,6 +57,18 @@ class Must:
         return None if self.is_good(value) else f"must be {self.be}"
 
 
+@dataclasses.dataclass(frozen=True)
+class _LiteralChoice:
+    """The constraint of a Literal, perhaps with None."""
+
+    annotation: Any
+
+    def fault(self, value: Any, optional: bool) -> str | None:
+        """See `Constraint`."""
+        is_good = accepts(self.annotation, value)
+        return None if is_good else f"must be {describe(self.annotation)}"
+
+
 class JointConstraint(Protocol):
     """A condition on several settings of a section; `base.rules` has its kinds."""
 
@@ -82,34 +94,35 @@ class Setting:
         """The help of the field, on one line; empty for none."""
         return " ".join(fact for fact in self.facts if isinstance(fact, str))
 
-    @property
+    @functools.cached_property
     def is_optional(self) -> bool:
         """True if the value may be None."""
         return type(None) in typing.get_args(self.annotation)
 
-    @property
+    @functools.cached_property
     def group(self) -> type | None:
         """The dataclass of a field that is a group of settings; else None."""
-        is_group = isinstance(self.annotation, type) and dataclasses.is_dataclass(
-            self.annotation
-        )
-        return self.annotation if is_group else None
+        kind = self.annotation
+        is_group = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        return kind if is_group else None
+
+    @functools.cached_property
+    def constraints(self) -> tuple[Constraint, ...]:
+        """The constraints on the value; that of a Literal is the last one."""
+        own = tuple(fact for fact in self.facts if isinstance(fact, Constraint))
+        is_choice = _is_choice(self.annotation)
+        return (*own, _LiteralChoice(self.annotation)) if is_choice else own
 
     def fact(self, kind: type[_Kind]) -> _Kind | None:
         """The first fact of a class; None without one."""
         return next((fact for fact in self.facts if isinstance(fact, kind)), None)
 
     def fault(self, value: Any) -> str | None:
-        """The fault of a value, of a Literal or a constraint; None for a good one."""
+        """The fault of a value; None for a good one."""
         if value is None and self.is_optional:
             return None
-        for fact in self.facts:
-            if isinstance(fact, Constraint):
-                if (fault := fact.fault(value, self.is_optional)) is not None:
-                    return fault
-        if _is_choice(self.annotation) and not accepts(self.annotation, value):
-            return f"must be {describe(self.annotation)}"
-        return None
+        faults = (each.fault(value, self.is_optional) for each in self.constraints)
+        return next((fault for fault in faults if fault is not None), None)
 
 
 @functools.cache
@@ -199,19 +212,36 @@ def check(config: Any, name: str | None = None) -> None:
         config: the dataclass.
         name: the name that errors begin with; None: that of its class.
     """
-    fault = next(_faults(config, type(config).__name__ if name is None else name), None)
-    if fault is not None:
+    name = type(config).__name__ if name is None else name
+    _raise_first(_faults(config, name))
+
+
+def check_rules(config: Any, rules: Iterable[JointConstraint]) -> None:
+    """Raise a ValueError for the first of some conditions that is not met."""
+    name = type(config).__name__
+    _raise_first(_joint_faults(config, rules, name))
+
+
+def _raise_first(faults: Iterator[str]) -> None:
+    for fault in faults:
         raise ValueError(fault)
 
 
 def _faults(config: Any, name: str) -> Iterator[str]:
     for field in fields(type(config)):
+        if not field.constraints and field.group is None:
+            continue
         value, path = getattr(config, field.path), _join(name, field.path)
         if field.group is not None:
             yield from _faults(value, path)
         elif fault := field.fault(value):
             yield f"{path} {fault}, got {messages.short(value)}"
-    rules: Iterable[JointConstraint] = getattr(type(config), "RULES", ())
+    yield from _joint_faults(config, getattr(type(config), "RULES", ()), name)
+
+
+def _joint_faults(
+    config: Any, rules: Iterable[JointConstraint], name: str
+) -> Iterator[str]:
     for rule in rules:
         if fault := rule.fault(config, _join(name, "")):
             yield fault

@@ -44,59 +44,78 @@ class SettingsRule:
 
     settings: tuple[str, ...]  # paths
     # follows the path; {0} stands for the value, {1} for its short form, {2} for the
-    # default
+    # default and {3} for the path
     error: str
-    breaks: Callable[[Any, str], Any]  # true for a configuration and a path: an error
+    where: Condition  # true of a configuration: an error
+    if_set: bool = False  # True: settings that have their defaults are no error
 
     def fault(self, config: Any, prefix: str) -> str | None:
         """See `base.fields.JointConstraint`."""
+        if not self.where(config):
+            return None
         for path in self.settings:
-            if self.breaks(config, path):
-                value = fields.value_of(config, path)
-                facts = value, messages.short(value), _default(config, path)
+            value, default = fields.value_of(config, path), _default(config, path)
+            if not self.if_set or value != default:
+                facts = value, messages.short(value), default, path
                 text = string.Formatter().vformat(self.error, facts, _Quoted(config))
                 return f"{prefix}{path}{text}"
         return None
 
 
-def must(setting: str, be: str, good: Condition) -> SettingsRule:
-    """KEY must be BE, got VALUE: unless `good` is true."""
-    return SettingsRule(
-        (setting,), f" must be {be}, got {{1}}", lambda config, _: not good(config)
-    )
+def wrong(
+    settings: str, text: str, where: Condition, *, if_set: bool = False
+) -> SettingsRule:
+    """The error "KEY TEXT" of these settings where a condition is true."""
+    return SettingsRule(tuple(settings.split()), f" {text}", where, if_set)
 
 
 def refused(settings: str, text: str, where: Condition) -> SettingsRule:
-    """KEY=VALUE TEXT: for a set one of these settings where a condition is true."""
-    return SettingsRule(
-        tuple(settings.split()),
-        f"={{0!r}} {text}",
-        lambda config, path: is_set(config, path) and where(config),
-    )
+    """The error "KEY=VALUE TEXT" of these settings where a condition is true."""
+    return SettingsRule(tuple(settings.split()), f"={{0!r}} {text}", where)
 
 
-def needs(settings: str, what: str, having: Condition) -> SettingsRule:
-    """KEY=VALUE needs WHAT: for a set one of these settings unless `having` is true."""
-    return refused(settings, f"needs {what}", lambda config: not having(config))
+def must(setting: str, be: str, good: Condition) -> SettingsRule:
+    """The error "KEY must be BE, got VALUE" where `good` is false."""
+    return wrong(setting, f"must be {be}, got {{1}}", lambda config: not good(config))
+
+
+def unfit(settings: str, text: str, where: Condition) -> SettingsRule:
+    """The error "KEY=VALUE TEXT" of a set one where a condition is true."""
+    return SettingsRule(tuple(settings.split()), f"={{0!r}} {text}", where, True)
+
+
+def needs(
+    settings: str, what: str, having: Condition = lambda _: False
+) -> SettingsRule:
+    """The error "KEY=VALUE needs WHAT" of a set one where `having` is false."""
+    return unfit(settings, f"needs {what}", lambda config: not having(config))
+
+
+def excludes(settings: str, what: str, where: Condition) -> SettingsRule:
+    """The error "KEY=VALUE cannot be combined with WHAT" of a set one."""
+    return unfit(settings, f"cannot be combined with {what}", where)
+
+
+def unread(settings: str, why: str, where: Condition) -> SettingsRule:
+    """The error "KEY=VALUE has no effect WHY" of a set one."""
+    return unfit(settings, f"has no effect {why}", where)
 
 
 def left_out(settings: str, why: str, where: Condition) -> SettingsRule:
-    """KEY must be left out, or DEFAULT, WHY, got VALUE: for set ones in a condition."""
-    return SettingsRule(
-        tuple(settings.split()),
-        f" must be left out, or {{2!r}}, {why}, got {{1}}",
-        lambda config, path: is_set(config, path) and where(config),
-    )
+    """The error "KEY must be left out, or DEFAULT, WHY, got VALUE" of a set one."""
+    text = f"must be left out, or {{2!r}}, {why}, got {{1}}"
+    return wrong(settings, text, where, if_set=True)
 
 
-def stays(setting: str, expected: Any, why: str, where: Condition) -> SettingsRule:
-    """KEY=VALUE must stay EXPECTED WHY: for another value where a condition is true."""
-    return SettingsRule(
-        (setting,),
-        f"={{0!r}} must stay {_escaped(repr(expected))} {why}",
-        lambda config, path: (
-            fields.value_of(config, path) != expected and where(config)
-        ),
+def stays(
+    setting: str, expected: Any, why: str, where: Condition = lambda _: True
+) -> SettingsRule:
+    """The error "KEY=VALUE must stay EXPECTED WHY" of another value."""
+    text = repr(expected).replace("{", "{{").replace("}", "}}")
+    return refused(
+        setting,
+        f"must stay {text} {why}",
+        lambda config: where(config) and fields.value_of(config, setting) != expected,
     )
 
 
@@ -107,7 +126,3 @@ def is_set(config: Any, path: str) -> bool:
 
 def _default(config: Any, path: str) -> Any:
     return fields.settings(type(config))[path].default
-
-
-def _escaped(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.base import messages
-from jaxmem.base.fields import check_field
+from jaxmem.base.rules import must
 from jaxmem.data.records import DataError
 from jaxmem.head.maths.random_streams import Stream
 
@@ -173,18 +173,27 @@ def _shares(config: Any, section: str) -> str:
     return f"{section}.weights: {', '.join(named)}"
 
 
-def check_weights(config: Any) -> None:
-    """Raise a ValueError unless a section's `weights` fit its `source`."""
+def _are_weights(config: Any) -> bool:
+    """True if a section's `weights` are one for each of the entries of its `source`."""
     weights, source = config.weights, config.source
-    if weights is None:
-        return
     count = len(source) if isinstance(source, tuple) else 0
-    is_valid = len(weights) == count > 1 and all(
+    return len(weights) == count > 1 and all(
         type(w) in (int, float) and 0 < w < math.inf for w in weights
     )
-    expected = (
-        "a positive number for each entry of source, which must have several entries"
-    )
-    check_field(config, "weights", is_valid, expected)
-    enough = min(weights) >= _LEAST * math.fsum(weights)
-    check_field(config, "weights", enough, "at least a thousandth of their sum each")
+
+
+RULES = (  # of a section with a source and its weights
+    must(
+        "weights",
+        "a positive number for each entry of source, which must have several entries",
+        lambda config: config.weights is None or _are_weights(config),
+    ),
+    must(
+        "weights",
+        "at least a thousandth of their sum each",
+        lambda config: (
+            config.weights is None
+            or min(config.weights) >= _LEAST * math.fsum(config.weights)
+        ),
+    ),
+)

@@ -14,15 +14,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 
 from jaxmem.base import user_code
-from jaxmem.base.fields import check, check_field
+from jaxmem.base.fields import check
 from jaxmem.base.ranges import integers, reals
-from jaxmem.data.mixing import check_weights
+from jaxmem.base.rules import left_out, must, wrong
+from jaxmem.data import mixing
 from jaxmem.head.maths.random_streams import Stream
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789", "+", "=")
 PAD_ID, EOS_ID = 0, 1
 # Fields about reward functions.
-_OF_FUNCTIONS = "reward", "reward_weights", "reward_errors", "unrewarded"
+_OF_FUNCTIONS = "reward reward_weights reward_errors unrewarded"
+_OF_SUMS = "exact", "prefix"  # rewards
 # Fields that change no value of a step: they affect its time, or end the run.
 _WITHOUT_VALUES = "reward_errors", "unrewarded", "workers"
 _TURNS = 4  # of an environment's conversation, unless `max_turns` says otherwise
@@ -164,80 +166,103 @@ class TaskConfig:
         "seed of the generated sums, and of the orders of a file's prompts",
     ] = 0
 
+    RULES = (
+        *mixing.RULES,
+        must(
+            "reward",
+            f"one of {_OF_SUMS}",
+            lambda task: not task.is_arithmetic or task.reward in _OF_SUMS,
+        ),
+        left_out(
+            "shuffle",
+            "for task.source='arithmetic', which draws new sums each time",
+            lambda task: task.is_arithmetic,
+        ),
+        wrong(
+            "reward_weights",
+            "and held_out need a task.source of prompts: sums have one reward, and are "
+            "never the same twice; otherwise set task.held_out=0 and "
+            "task.reward_weights=None",
+            lambda task: (
+                task.is_arithmetic
+                and (task.reward_weights is not None or task.held_out)
+            ),
+        ),
+        must(
+            "reward_weights",
+            "{reward_count} finite numbers, one for each reward",
+            lambda task: (
+                task.reward_weights is None
+                or len(task.reward_weights) == task.reward_count
+                and all(map(_is_finite, task.reward_weights))
+            ),
+        ),
+        must("reward", "at least one function", lambda task: task.rewards),
+        must(
+            "reward",
+            "functions that are each named once",
+            lambda task: len(set(task.rewards)) == task.reward_count,
+        ),
+        left_out(
+            "reward_errors unrewarded",
+            "for task.source='arithmetic', where every sum has a reward",
+            lambda task: task.is_arithmetic,
+        ),
+        left_out(
+            "environment_errors workers",
+            "without an environment",
+            lambda task: task.environment is None,
+        ),
+        left_out(
+            "max_turns",
+            "without an environment, task.rollout or recorded rollouts",
+            # as older versions wrote it into settings
+            lambda task: not task.has_turns and task.max_turns != _TURNS,
+        ),
+        left_out(
+            "max_reply_tokens",
+            "without an environment, task.rollout or recorded rollouts",
+            lambda task: not task.has_turns,
+        ),
+        must(
+            "environment",
+            "None for task.source='arithmetic', which has no records",
+            lambda task: task.environment is None or not task.is_arithmetic,
+        ),
+        left_out(
+            _OF_FUNCTIONS,
+            "with an environment",
+            lambda task: task.environment is not None,
+        ),
+        must(
+            "rollout",
+            "None for task.source='arithmetic', which has no records",
+            lambda task: task.rollout is None or not task.is_arithmetic,
+        ),
+        left_out(
+            f"environment {_OF_FUNCTIONS}",
+            "with task.rollout",
+            lambda task: task.rollout is not None,
+        ),
+        must(
+            "recorded",
+            "False for task.source='arithmetic', which is sampled",
+            lambda task: not task.recorded or not task.is_arithmetic,
+        ),
+        left_out(
+            f"environment rollout held_out weights {_OF_FUNCTIONS}",
+            "if rollouts are recorded",
+            lambda task: task.recorded,
+        ),
+    )
+
     def __post_init__(self):
         check(self)
-        check_weights(self)
-        answers, rewards = ("last_digit", "sum"), ("exact", "prefix")
-        check_field(self, "answer", self.answer in answers, f"one of {answers}")
-        if self.is_arithmetic:
-            check_field(self, "reward", self.reward in rewards, f"one of {rewards}")
-            why = "for task.source='arithmetic', which draws new sums each time"
-            self._check_unset(["shuffle"], why)
-            unused = self.reward_weights is None and not self.held_out
-            if not unused:
-                raise ValueError(
-                    "TaskConfig.reward_weights and held_out need a task.source of "
-                    "prompts: sums have one reward, and are never the same twice; "
-                    "otherwise set task.held_out=0 and task.reward_weights=None"
-                )
-        weights = self.reward_weights
-        if weights is not None:
-            numbers = all(type(w) in (int, float) and math.isfinite(w) for w in weights)
-            is_valid = numbers and len(weights) == len(self.rewards)
-            expected = f"{len(self.rewards)} finite numbers, one for each reward"
-            check_field(self, "reward_weights", is_valid, expected)
-        check_field(self, "reward", bool(self.rewards), "at least one function")
-        once = len(set(self.rewards)) == len(self.rewards)
-        check_field(self, "reward", once, "functions that are each named once")
-        self._check_left_out()
-        self._check_environment()
-        self._check_rollout()
-        if self.recorded:
-            expected = "False for task.source='arithmetic', which is sampled"
-            check_field(self, "recorded", not self.is_arithmetic, expected)
-            unread = "environment", "rollout", "held_out", "weights", *_OF_FUNCTIONS
-            self._check_unset(unread, "if rollouts are recorded")
 
-    def _check_unset(self, names: Iterable[str], why: str) -> None:
-        for name in names:
-            default = getattr(TaskConfig, name)
-            expected = f"left out, or {default!r}, {why}"
-            check_field(self, name, getattr(self, name) == default, expected)
-
-    def _check_left_out(self) -> None:
-        for name in ("reward_errors", "unrewarded"):
-            kinds = ("raise", "mask")
-            check_field(self, name, getattr(self, name) in kinds, f"one of {kinds}")
-        if self.is_arithmetic:
-            unread = "reward_errors", "unrewarded"
-            self._check_unset(
-                unread, "for task.source='arithmetic', where every sum has a reward"
-            )
-
-    def _check_environment(self) -> None:
-        kinds = ("raise", "end", "mask")
-        is_valid = self.environment_errors in kinds
-        check_field(self, "environment_errors", is_valid, f"one of {kinds}")
-        if self.environment is None:
-            self._check_unset(
-                ("environment_errors", "workers"), "without an environment"
-            )
-            if not (self.recorded or self.rollout):
-                why = "without an environment, task.rollout or recorded rollouts"
-                if self.max_turns != _TURNS:  # as older versions wrote it into settings
-                    self._check_unset(["max_turns"], why)
-                self._check_unset(["max_reply_tokens"], why)
-            return
-        expected = "None for task.source='arithmetic', which has no records"
-        check_field(self, "environment", not self.is_arithmetic, expected)
-        self._check_unset(_OF_FUNCTIONS, "with an environment")
-
-    def _check_rollout(self) -> None:
-        if self.rollout is None:
-            return
-        expected = "None for task.source='arithmetic', which has no records"
-        check_field(self, "rollout", not self.is_arithmetic, expected)
-        self._check_unset(("environment", *_OF_FUNCTIONS), "with task.rollout")
+    @property
+    def has_turns(self) -> bool:
+        """True if conversations are held, or were recorded."""
+        return self.is_dialogue or self.recorded
 
     @property
     def is_dialogue(self) -> bool:
@@ -285,6 +310,11 @@ class TaskConfig:
         return (self.reward,) if isinstance(self.reward, str) else self.reward
 
     @property
+    def reward_count(self) -> int:
+        """Number of reward functions."""
+        return len(self.rewards)
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the longest prompt."""
         return 2 * self.digits + 2 if self.is_arithmetic else self.max_prompt_tokens
@@ -295,6 +325,10 @@ class TaskConfig:
         if not self.is_arithmetic or self.answer == "last_digit":
             return 1
         return self.digits + 2
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 class Problems(NamedTuple):

@@ -13,17 +13,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from jaxmem.base.fields import check_numbers
+from jaxmem.base.fields import check
 from jaxmem.base.ranges import integers, reals
 
-_RANGES = {
-    "seconds": reals(above=0),
-    "memory_mib": integers(64, limit=2**20),
-    "file_mib": integers(0, limit=2**20),
-    "processes": integers(1, limit=2**20),
-}
 # Imported, so that it is compiled once, from a path that programs do not have.
 _SUPERVISOR = """
 import sys
@@ -145,13 +139,13 @@ class UnitTests:
     [0.5]
     """
 
-    seconds: float = 10.0
-    memory_mib: int = 1024
-    file_mib: int = 16
-    processes: int = 64
+    seconds: Annotated[float, reals(above=0)] = 10.0
+    memory_mib: Annotated[int, integers(64, limit=2**20)] = 1024
+    file_mib: Annotated[int, integers(0, limit=2**20)] = 16
+    processes: Annotated[int, integers(1, limit=2**20)] = 64
 
     def __post_init__(self):
-        check_numbers(self, _RANGES)
+        check(self)
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import devices
-from jaxmem.base.fields import check_field
+from jaxmem.base.fields import check
+from jaxmem.base.ranges import integers
 from jaxmem.head.maths import vocab_shards
 from jaxmem.heads.verbs import HeadSharding
 from jaxmem.models import coded_weights
@@ -66,19 +67,33 @@ _PREFETCH = {
 class MeshConfig:
     """Devices along each mesh axis; their product is the number of devices of a run."""
 
-    data: int = 1  # number of parts into which the rows of a batch are sharded
-    fsdp: int = 1  # number of parts into which rows, weights and moments are sharded
-    # number of parts into which the tokens of each row, weights and moments are sharded
-    sequence: int = 1
-    # number of parts into which heads, feed-forward layers and the vocabulary are
-    # sharded
-    tensor: int = 1
-    # on GPUs, XLA all-gathers a block's weights while the block before it runs
-    prefetch: bool = True
+    data: Annotated[
+        int, integers(1), "number of parts into which the rows of a batch are sharded"
+    ] = 1
+    fsdp: Annotated[
+        int,
+        integers(1),
+        "number of parts into which rows, weights and moments are sharded",
+    ] = 1
+    sequence: Annotated[
+        int,
+        integers(1),
+        "number of parts into which the tokens of each row, weights and moments are "
+        "sharded",
+    ] = 1
+    tensor: Annotated[
+        int,
+        integers(1),
+        "number of parts into which heads, feed-forward layers and the vocabulary are "
+        "sharded",
+    ] = 1
+    prefetch: Annotated[
+        bool,
+        "on GPUs, XLA all-gathers a block's weights while the block before it runs",
+    ] = True
 
     def __post_init__(self):
-        for name in AXES:
-            check_field(self, name, getattr(self, name) >= 1, "at least 1")
+        check(self)
 
     @property
     def sizes(self) -> tuple[int, ...]:

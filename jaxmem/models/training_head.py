@@ -1,14 +1,15 @@
 """The head of a decoder, its options, and the cross-entropy that it trains by."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxmem.base.fields import check_field
+from jaxmem.base.fields import Must, check
+from jaxmem.base.rules import needs, refused
 from jaxmem.head.backends import choose
 from jaxmem.head.maths import gradients
 from jaxmem.head.maths.gradients import Sample
@@ -20,58 +21,78 @@ from jaxmem.models.positions import Ids
 _FUSED_ONLY = dict.fromkeys(("gradient", "implementation", "vocab_groups"))
 
 
+_BACKEND = Must(
+    f"{', '.join(map(repr, choose.names()))} or None",
+    lambda name: name in choose.names(),
+)
+_CHUNK = Must(
+    "a positive number of tokens, 'auto' or None",
+    lambda chunk: chunk == "auto" or (isinstance(chunk, int) and chunk > 0),
+)
+_GROUPS = Must(
+    "a power of two, at least 2, or None",
+    lambda groups: type(groups) is int and groups > 1 and not groups & (groups - 1),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
     """Options of the head: the computation of a loss from hidden states."""
 
-    # "fused": the logits of one chunk of tokens exist at a time. "materialised": the
-    # logits of all tokens exist at once, the usual way
-    logits: Literal["fused", "materialised"] = "fused"
-    # fused only: maximum number of tokens whose logits exist at the same time. "auto":
-    # as many as fit 512 MiB of float32 logits. None: no chunking
-    chunk: int | Literal["auto"] | None = 1024
-    # fused only: method of the gradients, see jaxmem.logprobs. ("recompute", B)
-    # computes the gradient of the vocabulary matrix for one of B blocks of the
-    # vocabulary after another; ("sample", k) draws k entries of each token's
-    # derivative; ("sample", k, "int8") also computes its logits in 8 bits. None: exact
-    # gradients, all at once
-    gradient: tuple[str, int] | tuple[str, int, str] | None = None
-    # fused only: backend of the loss, see jaxmem.logprobs. None: the fastest one for
-    # this device
-    implementation: str | None = None
-    # fused only: number of groups of the vocabulary, see jaxmem.logprobs;
-    # log-probabilities then have the same bits for any mesh.tensor. None: the fewest
-    # operations
-    vocab_groups: int | None = None
+    logits: Annotated[
+        Literal["fused", "materialised"],
+        '"fused": the logits of one chunk of tokens exist at a time. "materialised": '
+        "the logits of all tokens exist at once, the usual way",
+    ] = "fused"
+    chunk: Annotated[
+        int | Literal["auto"] | None,
+        _CHUNK,
+        "fused only: maximum number of tokens whose logits exist at the same time. "
+        '"auto": as many as fit 512 MiB of float32 logits. None: no chunking',
+    ] = 1024
+    gradient: Annotated[
+        tuple[str, int] | tuple[str, int, str] | None,
+        'fused only: method of the gradients, see jaxmem.logprobs. ("recompute", B) '
+        "computes the gradient of the vocabulary matrix for one of B blocks of the "
+        'vocabulary after another; ("sample", k) draws k entries of each token\'s '
+        'derivative; ("sample", k, "int8") also computes its logits in 8 bits. None: '
+        "exact gradients, all at once",
+    ] = None
+    implementation: Annotated[
+        str | None,
+        _BACKEND,
+        "fused only: backend of the loss, see jaxmem.logprobs. None: the fastest one "
+        "for this device",
+    ] = None
+    vocab_groups: Annotated[
+        int | None,
+        _GROUPS,
+        "fused only: number of groups of the vocabulary, see jaxmem.logprobs; "
+        "log-probabilities then have the same bits for any mesh.tensor. None: the "
+        "fewest operations",
+    ] = None
+
+    RULES = (
+        refused(
+            "vocab_groups",
+            "must be None with gradient={gradient}",
+            lambda config: config.vocab_groups and config.gradient,
+        ),
+        needs(
+            " ".join(_FUSED_ONLY),
+            "logits='fused'",
+            lambda config: config.logits == "fused",
+        ),
+    )
 
     def __post_init__(self):
-        """Raise a ValueError for an unknown name or an impossible chunk."""
-        known = self.logits in ("fused", "materialised")
-        check_field(self, "logits", known, "one of 'fused', 'materialised'")
-        known = self.implementation in (*choose.names(), None)
-        expected = f"{', '.join(map(repr, choose.names()))} or None"
-        check_field(self, "implementation", known, expected)
-        counts = isinstance(self.chunk, int) and self.chunk > 0
-        expected = "a positive number of tokens, 'auto' or None"
-        check_field(self, "chunk", counts or self.chunk in ("auto", None), expected)
+        """Raise a ValueError for an unknown name or an impossible number."""
+        check(self)
         try:
             gradients.from_literal(self.gradient)
         except ValueError as error:
             name = "" if str(error).startswith("gradient ") else "gradient: "
             raise ValueError(f"HeadConfig.{name}{error}") from error
-        groups = self.vocab_groups
-        good = groups is None or (type(groups) is int and groups > 1)
-        good = good and not (groups and groups & (groups - 1))
-        check_field(self, "vocab_groups", good, "a power of two, at least 2, or None")
-        if groups and self.gradient:
-            raise ValueError(
-                f"HeadConfig.vocab_groups={groups} must be None with "
-                f"gradient={self.gradient}"
-            )
-        for name in _FUSED_ONLY:
-            value = getattr(self, name)
-            if value is not None and self.logits != "fused":
-                raise ValueError(f"HeadConfig.{name}={value!r} needs logits='fused'")
 
     @property
     def sample(self) -> Sample | None:

@@ -1,58 +1,94 @@
 """The distribution that a token is drawn from: temperature, top k, top p, min p."""
 
 import dataclasses
+import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.base.fields import check_field
+from jaxmem.base.fields import Must, check, check_field
+from jaxmem.base.ranges import integers
+from jaxmem.base.rules import must
 from jaxmem.models import largest
+
+_COUNT = Must("at least 1", lambda count: count >= 1)
+_SHARE = Must("in (0, 1]", lambda share: 0 < share <= 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
     """Lengths, temperature and truncation of sampled completions."""
 
-    max_new_tokens: int = 8  # maximum tokens of a completion, its end token included
-    temperature: float = 1.0  # divisor of the logits, applied before any truncation
-    # number of most probable tokens among which to sample. None: no such limit
-    top_k: int | None = None
-    # sample among the fewest tokens whose probabilities sum to at least this. None: no
-    # such limit
-    top_p: float | None = None
-    # maximum number of tokens that truncation keeps, a static shape. None: top_k. It
-    # must be set if top_p or min_p is set without top_k
-    support: int | None = None
-    # drop tokens whose probability is below this fraction of the highest one. None: no
-    # such limit
-    min_p: float | None = None
-    # number of completions that are decoded at the same time; when one ends, the next
-    # takes its row. None: all of a rollout
-    slots: int | None = None
-    # with model.base, decode the codes of all blocks once per call, which takes the
-    # memory of 16-bit weights. False: decode each layer in each step
-    decode_base: bool = False
+    max_new_tokens: Annotated[
+        int, integers(1), "maximum tokens of a completion, its end token included"
+    ] = 8
+    temperature: Annotated[
+        float,
+        Must("positive and finite", lambda value: 0 < value < math.inf),
+        "divisor of the logits, applied before any truncation",
+    ] = 1.0
+    top_k: Annotated[
+        int | None,
+        _COUNT,
+        "number of most probable tokens among which to sample. None: no such limit",
+    ] = None
+    top_p: Annotated[
+        float | None,
+        _SHARE,
+        "sample among the fewest tokens whose probabilities sum to at least this. "
+        "None: no such limit",
+    ] = None
+    support: Annotated[
+        int | None,
+        _COUNT,
+        "maximum number of tokens that truncation keeps, a static shape. None: top_k. "
+        "It must be set if top_p or min_p is set without top_k",
+    ] = None
+    min_p: Annotated[
+        float | None,
+        _SHARE,
+        "drop tokens whose probability is below this fraction of the highest one. "
+        "None: no such limit",
+    ] = None
+    slots: Annotated[
+        int | None,
+        _COUNT,
+        "number of completions that are decoded at the same time; when one ends, the "
+        "next takes its row. None: all of a rollout",
+    ] = None
+    decode_base: Annotated[
+        bool,
+        "with model.base, decode the codes of all blocks once per call, which takes "
+        "the memory of 16-bit weights. False: decode each layer in each step",
+    ] = False
+
+    RULES = (
+        must(
+            "support",
+            "given for a top_p or min_p without top_k",
+            lambda config: (
+                config.support is not None
+                or config.top_k is not None
+                or not config.truncates
+            ),
+        ),
+        must(
+            "support",
+            "None if top_k, top_p and min_p are all None",
+            lambda config: config.support is None or config.truncates,
+        ),
+        must(
+            "support",
+            "at least top_k={top_k}",
+            lambda config: (
+                None in (config.support, config.top_k) or config.support >= config.top_k
+            ),
+        ),
+    )
 
     def __post_init__(self):
-        """Raise a ValueError that names an impossible value or combination."""
-        check_field(self, "max_new_tokens", self.max_new_tokens >= 1, "at least 1")
-        possible = 0 < self.temperature < float("inf")
-        check_field(self, "temperature", possible, "positive and finite")
-        for name in ("top_k", "support", "slots"):
-            value = getattr(self, name)
-            check_field(self, name, value is None or value >= 1, "at least 1")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            check_field(self, name, value is None or 0 < value <= 1, "in (0, 1]")
-        if self.support is None:
-            decided = not self.truncates or self.top_k is not None
-            expected = "given for a top_p or min_p without top_k"
-            check_field(self, "support", decided, expected)
-        else:
-            expected = "None if top_k, top_p and min_p are all None"
-            check_field(self, "support", self.truncates, expected)
-            enough = self.top_k is None or self.support >= self.top_k
-            check_field(self, "support", enough, f"at least top_k={self.top_k}")
+        check(self)
 
     @property
     def truncates(self) -> bool:

@@ -4,21 +4,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from jaxmem.base import processes
-from jaxmem.base.fields import check_numbers
+from jaxmem.base.fields import check
 from jaxmem.base.ranges import integers, reals
+from jaxmem.base.rules import unfit, unread
 from jaxmem.train.metrics import AnyMetrics
 from jaxmem.train.state.checkpoint import Checkpoints
 from jaxmem.train.state.resuming import EVALUATIONS
 
-_RANGES = {
-    **dict.fromkeys(("every", "prompts", "patience"), integers(1)),
-    "samples": integers(1, limit=2**10),
-    "temperature": reals(above=0),
-    "min_delta": reals(0),
-}
 _BEST = "best"  # key in the saved settings of out_dir/best
 
 
@@ -26,42 +21,63 @@ _BEST = "best"  # key in the saved settings of out_dir/best
 class EvalConfig:
     """Schedule of evaluations on held-out data, and the best one's checkpoint."""
 
-    # steps between evaluations; the last step is always evaluated. None: no evaluation,
-    # except at the end of a supervised run
-    every: int | None = None
-    # job "grpo": maximum number of held-out prompts that are completed
-    prompts: int = 64
-    # job "grpo": number of further completions per held-out prompt, which give
-    # held_out_avg@k and held_out_pass@k. None: only one at temperature 0
-    samples: int | None = None
-    temperature: float = 1.0  # divisor of the logits for eval.samples
-    keep_best: bool = True  # keep the checkpoint of the best evaluation in out_dir/best
-    # stop after this many evaluations in a row without improvement. None: take all
-    # steps
-    patience: int | None = None
-    # with eval.patience, minimum improvement that counts, in nats or units of the
-    # reward
-    min_delta: float = 0.0
+    every: Annotated[
+        int | None,
+        integers(1),
+        "steps between evaluations; the last step is always evaluated. None: no "
+        "evaluation, except at the end of a supervised run",
+    ] = None
+    prompts: Annotated[
+        int,
+        integers(1),
+        'job "grpo": maximum number of held-out prompts that are completed',
+    ] = 64
+    samples: Annotated[
+        int | None,
+        integers(1, limit=2**10),
+        'job "grpo": number of further completions per held-out prompt, which give '
+        "held_out_avg@k and held_out_pass@k. None: only one at temperature 0",
+    ] = None
+    temperature: Annotated[
+        float, reals(above=0), "divisor of the logits for eval.samples"
+    ] = 1.0
+    keep_best: Annotated[
+        bool, "keep the checkpoint of the best evaluation in out_dir/best"
+    ] = True
+    patience: Annotated[
+        int | None,
+        integers(1),
+        "stop after this many evaluations in a row without improvement. None: take "
+        "all steps",
+    ] = None
+    min_delta: Annotated[
+        float,
+        reals(0),
+        "with eval.patience, minimum improvement that counts, in nats or units of the "
+        "reward",
+    ] = 0.0
+
+    RULES = (
+        unread(
+            "min_delta",
+            "without eval.patience; set eval.patience, or leave eval.min_delta out",
+            lambda config: config.patience is None,
+        ),
+        unread(
+            "temperature",
+            "without eval.samples; set eval.samples, or leave eval.temperature out",
+            lambda config: config.samples is None,
+        ),
+        unfit(
+            "patience samples",
+            "is for evaluations during training, and there are none: set eval.every, "
+            "the steps between them",
+            lambda config: config.every is None,
+        ),
+    )
 
     def __post_init__(self):
-        check_numbers(self, _RANGES)
-        if self.patience is None and self.min_delta:
-            raise ValueError(
-                f"eval.min_delta={self.min_delta} has no effect without "
-                "eval.patience; set eval.patience, or leave eval.min_delta out"
-            )
-        if self.samples is None and self.temperature != EvalConfig.temperature:
-            raise ValueError(
-                f"eval.temperature={self.temperature} has no effect without "
-                "eval.samples; set eval.samples, or leave eval.temperature out"
-            )
-        for name in ("patience", "samples"):
-            if getattr(self, name) is not None and self.every is None:
-                raise ValueError(
-                    f"eval.{name}={getattr(self, name)} is for evaluations during "
-                    "training, and there are none: set eval.every, the steps between "
-                    "them"
-                )
+        check(self)
 
     def nothing_held_out(self) -> str:
         """A line that says that no record is held out.

@@ -3,69 +3,95 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 
 from jaxmem import remat
-from jaxmem.base.fields import check_field
+from jaxmem.base.fields import Must, check
+from jaxmem.base.rules import excludes, must, refused
 
 _GIB = 2**30
+
+
+_POLICIES = (*remat.PRESETS, "fit")
+_POLICY = Must(f"one of {', '.join(map(repr, _POLICIES))}", _POLICIES.__contains__)
+
+
+def _offloads(policy: str) -> bool:
+    preset = remat.preset(policy)
+    return preset is not None and bool(preset.offload)
 
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
     """Values of the forward pass that are kept for the backward pass."""
 
-    # preset of jaxmem.remat, or "fit": the fastest policy that remat.memory_limit
-    # allows
-    policy: str = "full"
-    # further names (jaxmem.remat.NAMES) whose values are kept
-    save: tuple[str, ...] = ()
-    last: int = 0  # number of last blocks that keep all residuals; "fit" chooses it too
-    # compile the blocks one after the other instead of as a loop: steps are faster if
-    # much is kept, and compilation takes longer
-    unroll: bool = False
-    # for policy "fit": GiB of device memory that training may use, or "auto": all of it
-    memory_limit: Literal["auto"] | float | None = None
+    policy: Annotated[
+        str,
+        _POLICY,
+        'preset of jaxmem.remat, or "fit": the fastest policy that remat.memory_limit '
+        "allows",
+    ] = "full"
+    save: Annotated[
+        tuple[str, ...], "further names (jaxmem.remat.NAMES) whose values are kept"
+    ] = ()
+    last: Annotated[
+        int,
+        Must("0 or more", lambda count: count >= 0),
+        'number of last blocks that keep all residuals; "fit" chooses it too',
+    ] = 0
+    unroll: Annotated[
+        bool,
+        "compile the blocks one after the other instead of as a loop: steps are "
+        "faster if much is kept, and compilation takes longer",
+    ] = False
+    memory_limit: Annotated[
+        Literal["auto"] | float | None,
+        'for policy "fit": GiB of device memory that training may use, or "auto": all '
+        "of it",
+    ] = None
+
+    RULES = (
+        excludes(
+            "last save",
+            "policy={policy!r}, which chooses it: leave it {2}",
+            lambda config: config.policy == "fit",
+        ),
+        excludes(
+            "last save",
+            "policy={policy!r}, which keeps all blocks whole: leave it {2}",
+            lambda config: config.policy == "none",
+        ),
+        excludes(
+            "unroll",
+            "policy={policy!r}, which may offload: offloading needs the blocks in a "
+            "loop",
+            lambda config: config.policy == "fit",
+        ),
+        excludes(
+            "unroll",
+            "policy={policy!r}, which offloads: offloading needs the blocks in a loop",
+            lambda config: config.policy != "fit" and _offloads(config.policy),
+        ),
+        refused(
+            "memory_limit",
+            "cannot be combined with policy={policy!r}: 'fit' needs 'auto' or GiB, the "
+            "other policies take no limit",
+            lambda config: (config.policy == "fit") == (config.memory_limit is None),
+        ),
+        must(
+            "memory_limit",
+            "above 0",
+            lambda config: (
+                config.memory_limit in (None, "auto") or config.memory_limit > 0
+            ),
+        ),
+    )
 
     def __post_init__(self):
-        """Raise for unknown policies, and for a limit that has no effect."""
-        known = (*remat.PRESETS, "fit")
-        expected = f"one of {', '.join(map(repr, known))}"
-        check_field(self, "policy", self.policy in known, expected)
-        check_field(self, "last", self.last >= 0, "0 or more")
         remat.Policy(save=self.save)  # raises for unknown names
-        for name in ("last", "save"):
-            value = getattr(self, name)
-            if value and self.policy in ("none", "fit"):
-                does = (
-                    "chooses it" if self.policy == "fit" else "keeps all blocks whole"
-                )
-                raise ValueError(
-                    f"RematConfig.{name}={value} cannot be combined with "
-                    f"policy={self.policy!r}, which {does}: leave it {type(value)()}"
-                )
-        self._check_unroll()
-        limit, fits = self.memory_limit, self.policy == "fit"
-        if fits == (limit is None):
-            raise ValueError(
-                f"RematConfig.memory_limit={limit!r} cannot be combined with "
-                f"policy={self.policy!r}: 'fit' needs 'auto' or GiB, the other "
-                "policies take no limit"
-            )
-        if isinstance(limit, int | float):
-            check_field(self, "memory_limit", limit > 0, "above 0")
-
-    def _check_unroll(self):
-        preset = None if self.policy == "fit" else remat.preset(self.policy)
-        if self.unroll and (self.policy == "fit" or (preset and preset.offload)):
-            does = "may offload" if self.policy == "fit" else "offloads"
-            raise ValueError(
-                "RematConfig.unroll=True cannot be combined with "
-                f"policy={self.policy!r}, which {does}: offloading needs the blocks "
-                "in a loop"
-            )
+        check(self)
 
     def check_layers(self, layers: int) -> None:
         """Raise a ValueError if all blocks would keep all residuals."""

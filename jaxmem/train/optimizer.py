@@ -11,7 +11,7 @@ import optax
 
 from jaxmem.base.fields import Must, check
 from jaxmem.base.ranges import integers, reals
-from jaxmem.base.rules import needs, refused
+from jaxmem.base.rules import needs, unread
 
 _DECAY = reals(0, below=1)
 
@@ -101,9 +101,9 @@ class OptimizerConfig:
 
     RULES = (
         *(
-            refused(
+            unread(
                 setting,
-                "has no effect with optimizer.name={name!r}; leave it out",
+                "with optimizer.name={name!r}; leave it out",
                 lambda config, setting=setting: setting not in _READ[config.name],
             )
             for setting in ("b1", "b2", "eps")

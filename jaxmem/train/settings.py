@@ -122,6 +122,10 @@ class JobConfig:
     remat: RematConfig = RematConfig()
     eval: EvalConfig = EvalConfig()
 
+    def __post_init__(self):
+        """Refuse what a section cannot have, and the rules of the job's `RULES`."""
+        check(self, name="")
+
     @classmethod
     def sections(cls) -> dict[str, type]:
         """The dataclass of each section, the job's own ones first."""

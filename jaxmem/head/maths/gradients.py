@@ -7,13 +7,14 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from jaxmem.base import messages
-from jaxmem.base.fields import check_field, check_numbers
-from jaxmem.base.ranges import integers
+from jaxmem.base import messages, ranges
+from jaxmem.base.fields import check_field
 
 Forward = Literal["exact", "int8"]
 # "recorded": of entries alone, which were recorded before
 Logits = Literal["exact", "int8", "recorded"]
+
+_COUNTS = ranges.integers(1, below=2**31)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Recompute:
 
     def __post_init__(self):
         """Raise a ValueError for what is no positive integer."""
-        check_numbers(self, {"blocks": integers(1, below=2**31)})
+        ranges.check("Recompute.blocks", self.blocks, _COUNTS)
 
     def facts(self, vocab_size: int) -> dict[str, Any]:
         """The fields of `Spec` that it decides on."""
@@ -78,7 +79,7 @@ class Sample:
 
     def __post_init__(self):
         """Raise a ValueError for what is no positive integer, or no known forward."""
-        check_numbers(self, {"k": integers(1, below=2**31)})
+        ranges.check("Sample.k", self.k, _COUNTS)
         known = get_args(Forward)
         expected = f"one of {', '.join(map(repr, known))}"
         check_field(self, "forward", self.forward in known, expected)

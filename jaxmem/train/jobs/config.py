@@ -5,17 +5,63 @@ import math
 import warnings
 from typing import Any
 
+from jaxmem.base import fields
+from jaxmem.base.rules import (
+    Condition,
+    SettingsRule,
+    needs,
+    refused,
+    stays,
+    unfit,
+    wrong,
+)
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.positions import Branches
 from jaxmem.models.sampling import SamplingConfig
-from jaxmem.models.training_head import HeadConfig
 from jaxmem.train.jobs.distill_objective import DistillConfig
 from jaxmem.train.jobs.pair_objective import DpoConfig
 from jaxmem.train.jobs.policy_losses import POLICY_LOSSES
 from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.jobs.rollout.rollouts_config import RolloutsConfig
 from jaxmem.train.settings import JobConfig
+
+_EXACT = (
+    "for run.job='distill': divergences are exact and never stored; gradients are "
+    'exact or ("sample", k)'
+)
+
+
+def _unread(section: str, kind: type, where: Condition) -> SettingsRule:
+    """The rule that no key of a section has an effect where a condition is true."""
+    keys = " ".join(f"{section}.{path}" for path in fields.settings(kind))
+    text = "has no effect with distill.mode={distill.mode!r}; leave it out"
+    return wrong(keys, text, where, if_set=True)
+
+
+def _room_for_answers(where: Condition) -> tuple[SettingsRule, ...]:
+    """The rules that completions have room for answers that can be right."""
+    return (
+        refused(
+            "sampling.max_new_tokens",
+            "must be 1 for task.answer='last_digit', because nothing follows the digit",
+            lambda config: (
+                where(config)
+                and config.task.is_arithmetic
+                and config.task.answer == "last_digit"
+                and config.sampling.max_new_tokens != 1
+            ),
+        ),
+        refused(
+            "sampling.max_new_tokens",
+            "must be at least {task.answer_length}, the longest answer of "
+            "task.digits={task.digits}",
+            lambda config: (
+                where(config)
+                and config.sampling.max_new_tokens < config.task.answer_length
+            ),
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,21 +78,28 @@ class DpoJobConfig(JobConfig):
     data: DataConfig
     dpo: DpoConfig
 
-    def __post_init__(self):
-        if self.model.checkpoint is None:
-            raise ValueError(
-                "run.job='dpo' needs model.checkpoint, because only a model that "
-                "answers already can learn preferences"
-            )
-        self.check_stays("data.streams", 1, "for run.job='dpo'")
-        why = "for run.job='dpo', which keeps the reference of every pair in memory"
-        self.check_stays("data.streaming", False, why)
-        sample = self.head.sample
-        if sample is not None and sample.forward != "exact":
-            raise ValueError(
-                f"head.gradient={self.head.gradient} must have an exact forward pass "
-                "for run.job='dpo', because its reference and evaluations are exact"
-            )
+    RULES = (
+        refused(
+            "run.job",
+            "needs model.checkpoint, because only a model that answers already can "
+            "learn preferences",
+            lambda config: config.model.checkpoint is None,
+        ),
+        stays("data.streams", 1, "for run.job='dpo'"),
+        stays(
+            "data.streaming",
+            False,
+            "for run.job='dpo', which keeps the reference of every pair in memory",
+        ),
+        refused(
+            "head.gradient",
+            "must have an exact forward pass for run.job='dpo', because its reference "
+            "and evaluations are exact",
+            lambda config: (
+                config.head.sample is not None and config.head.sample.forward != "exact"
+            ),
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,94 +111,104 @@ class DistillJobConfig(JobConfig):
     task: TaskConfig = TaskConfig()
     sampling: SamplingConfig = SamplingConfig()
 
+    RULES = (
+        refused(
+            "distill.mode",
+            "needs distill.teacher, the directory of a checkpoint or of a finished run",
+            lambda config: (
+                config.distill.teacher is None
+                and not (config.is_offline and config.model.checkpoint)
+            ),
+        ),
+        stays("head.logits", "fused", _EXACT),
+        stays(
+            "head.gradient",
+            None,
+            _EXACT,
+            lambda config: (
+                config.head.sample is None or config.head.sample.forward != "exact"
+            ),
+        ),
+        stays("head.vocab_groups", None, _EXACT),
+        _unread("data", DataConfig, lambda config: config.is_on_policy),
+        _unread("task", TaskConfig, lambda config: not config.is_on_policy),
+        _unread("sampling", SamplingConfig, lambda config: not config.is_on_policy),
+        needs("task.environment task.rollout task.recorded", "run.job='grpo'"),
+        stays(
+            "distill.loss_weight",
+            0,
+            "for distill.mode='on_policy': the only labels of samples are the samples "
+            "themselves",
+            lambda config: config.is_on_policy,
+        ),
+        wrong(
+            "task.reward task.reward_weights task.timeout task.reward_errors "
+            "task.unrewarded",
+            "has no effect without distill.reward_weight; set distill.reward_weight, "
+            "or leave {3} out",
+            lambda config: config.distill.reward_weight is None,
+            if_set=True,
+        ),
+        *_room_for_answers(
+            lambda config: (
+                config.is_on_policy and config.distill.reward_weight is not None
+            )
+        ),
+        refused(
+            "distill.completions",
+            "must be at least 2 for distill.reward_weight={distill.reward_weight}: "
+            "advantages compare the completions of a prompt",
+            lambda config: (
+                config.is_on_policy
+                and config.distill.reward_weight
+                and config.distill.completions < 2
+            ),
+        ),
+        needs(
+            "distill.reward_weight",
+            "sampling.top_k, top_p and min_p to be None: its policy gradient is for "
+            "tokens drawn from the whole vocabulary; run.job='grpo' replays truncated "
+            "draws",
+            lambda config: (
+                not config.is_on_policy
+                or not config.distill.reward_weight
+                or not config.sampling.truncates
+            ),
+        ),
+        needs(
+            "distill.reward_weight",
+            "distill.mode='on_policy', because rewards are for completions that the "
+            "student samples",
+            lambda config: config.is_on_policy,
+        ),
+        stays(
+            "run.accumulate",
+            1,
+            "for distill.mode='on_policy': distill.max_tokens sets the size of a "
+            "micro-batch",
+            lambda config: config.is_on_policy,
+        ),
+        stays(
+            "data.streams",
+            1,
+            "for distill.mode='offline', where every process reads all rows",
+            lambda config: config.is_offline,
+        ),
+    )
+
     def __post_init__(self):
-        offline = self.distill.mode == "offline"
-        if self.distill.teacher is None and not (offline and self.model.checkpoint):
-            raise ValueError(
-                f"distill.mode={self.distill.mode!r} needs distill.teacher, the "
-                "directory of a checkpoint or of a finished run"
-            )
-        self._check_head()
-        unread = {"data": DataConfig()}
+        super().__post_init__()
         if not self.is_on_policy:
-            unread = {"task": TaskConfig(), "sampling": SamplingConfig()}
-        for section, default in unread.items():
-            name = _first_differing(getattr(self, section), default)
-            if name is not None:
-                raise ValueError(
-                    f"{section}.{name} has no effect with "
-                    f"distill.mode={self.distill.mode!r}; leave it out"
-                )
-        if self.is_on_policy:
-            self._check_rollouts()
-        elif (weight := self.distill.reward_weight) is not None:
-            raise ValueError(
-                f"distill.reward_weight={weight} needs distill.mode='on_policy', "
-                "because rewards are for completions that the student samples"
-            )
-        if offline:
-            why = "for distill.mode='offline', where every process reads all rows"
-            self.check_stays("data.streams", 1, why)
-
-    def _check_head(self) -> None:
-        head = self.head
-        sampled = head.sample is not None and head.sample.forward == "exact"
-        usable = HeadConfig(
-            chunk=head.chunk,
-            implementation=head.implementation,
-            gradient=head.gradient if sampled else None,
-        )
-        for field in dataclasses.fields(head):
-            self.check_stays(
-                f"head.{field.name}",
-                getattr(usable, field.name),
-                "for run.job='distill': divergences are exact and never stored; "
-                'gradients are exact or ("sample", k)',
-            )
-
-    def _check_rollouts(self) -> None:
-        distill = self.distill
-        for name in ("environment", "rollout", "recorded"):
-            if value := getattr(self.task, name):
-                raise ValueError(f"task.{name}={value!r} needs run.job='grpo'")
-        mode = "for distill.mode='on_policy'"
-        why = f"{mode}: the only labels of samples are the samples themselves"
-        self.check_stays("distill.loss_weight", 0, why)
-        self._check_rewards()
-        why = f"{mode}: distill.max_tokens sets the size of a micro-batch"
-        self.check_stays("run.accumulate", 1, why)
-        widest = self.row_lengths[-1]
+            return
+        distill, widest = self.distill, self.row_lengths[-1]
         _check_rows("distill.row_lengths", distill.row_lengths, widest, self.longest)
         _check_slots("distill.max_tokens", distill.max_tokens, self)
         _check_divides("distill.max_tokens", distill.max_tokens, self)
 
-    def _check_rewards(self) -> None:
-        distill, task, sampling = self.distill, self.task, self.sampling
-        if distill.reward_weight is None:
-            for name in (
-                "reward", "reward_weights", "timeout", "reward_errors", "unrewarded"
-            ):  # fmt: skip
-                if getattr(task, name) != getattr(TaskConfig(), name):
-                    raise ValueError(
-                        f"task.{name} has no effect without distill.reward_weight; "
-                        f"set distill.reward_weight, or leave task.{name} out"
-                    )
-            return
-        _check_answers(task, sampling)
-        if not distill.reward_weight:
-            return
-        setting = f"distill.reward_weight={distill.reward_weight}"
-        if distill.completions < 2:
-            raise ValueError(
-                f"distill.completions={distill.completions} must be at least 2 for "
-                f"{setting}: advantages compare the completions of a prompt"
-            )
-        if sampling.truncates:
-            raise ValueError(
-                f"{setting} needs sampling.top_k, top_p and min_p to be None: its "
-                "policy gradient is for tokens drawn from the whole vocabulary; "
-                "run.job='grpo' replays truncated draws"
-            )
+    @property
+    def is_offline(self) -> bool:
+        """True if the student learns from a file of a teacher's columns."""
+        return self.distill.mode == "offline"
 
     @property
     def is_on_policy(self) -> bool:
@@ -166,27 +229,6 @@ class DistillJobConfig(JobConfig):
     def row_lengths(self) -> tuple[int, ...]:
         """Widths of packed rows of completions."""
         return self.distill.row_lengths or (_round_up(self.longest),)
-
-
-def _first_differing(section: Any, default: Any) -> str | None:
-    """The first field of a section that differs from its default."""
-    fields = (field.name for field in dataclasses.fields(section))
-    return next((n for n in fields if getattr(section, n) != getattr(default, n)), None)
-
-
-def _check_answers(task: TaskConfig, sampling: SamplingConfig) -> None:
-    """Raise unless completions have room for answers that can be right."""
-    slots, answer = sampling.max_new_tokens, task.answer_length
-    if task.is_arithmetic and task.answer == "last_digit" and slots != 1:
-        raise ValueError(
-            f"sampling.max_new_tokens={slots} must be 1 for task.answer='last_digit', "
-            "because nothing follows the digit"
-        )
-    if slots < answer:
-        raise ValueError(
-            f"sampling.max_new_tokens={slots} must be at least {answer}, the "
-            f"longest answer of task.digits={task.digits}"
-        )
 
 
 def _check_rows(name: str, widths: Any, widest: int, longest: int) -> None:
@@ -240,36 +282,83 @@ class GrpoJobConfig(JobConfig):
     grpo: GrpoConfig
     rollouts: RolloutsConfig = RolloutsConfig()
 
+    RULES = (
+        needs(
+            "task.source",
+            "model.checkpoint, a directory with a tokenizer",
+            lambda config: config.model.checkpoint is not None,
+        ),
+        needs(
+            "grpo.turn_rewards",
+            "a task.environment, a task.rollout or recorded rollouts, because only "
+            "conversations have turns",
+            lambda config: config.task.has_turns,
+        ),
+        stays(
+            "sampling.slots",
+            None,
+            "for task.recorded=True: nothing is sampled",
+            lambda config: config.task.recorded,
+        ),
+        stays(
+            "run.save_rollouts",
+            False,
+            "for task.recorded=True: task.source already contains the rollouts",
+            lambda config: config.task.recorded,
+        ),
+        unfit(
+            "rollouts.engine",
+            "needs model.checkpoint, the model that the server serves",
+            lambda config: config.model.checkpoint is None,
+        ),
+        *(
+            stays(
+                key,
+                expected,
+                "for rollouts.engine={rollouts.engine!r}, which samples the "
+                "completions",
+                lambda config: config.rollouts.engine is not None,
+            )
+            for key, expected in (
+                ("task.recorded", False),
+                ("sampling.slots", None),
+                ("sampling.decode_base", False),
+            )
+        ),
+        stays(
+            "model.factory",
+            None,
+            "for rollouts.engine={rollouts.engine!r}, which cannot load a model of "
+            "one's own",
+            lambda config: config.rollouts.engine is not None,
+        ),
+        needs(
+            "rollouts.max_staleness",
+            "grpo.correction, because completions are then of older weights than those "
+            'that are updated: "ratio", "tis", "mis" and "icepop" weigh each token by '
+            "its own ratio",
+            lambda config: config.grpo.correction is not None,
+        ),
+        *_room_for_answers(lambda config: True),
+        stays(
+            "run.accumulate",
+            1,
+            "in this job: grpo.max_tokens_train sets the size of a micro-batch",
+        ),
+        *(
+            stays(
+                key,
+                None,
+                "if sampling.top_k, top_p or min_p truncates: sums and gradients "
+                "within the support are exact and need no groups",
+                lambda config: config.sampling.truncates,
+            )
+            for key in ("head.gradient", "head.vocab_groups")
+        ),
+    )
+
     def __post_init__(self):
-        if not self.task.is_arithmetic and self.model.checkpoint is None:
-            raise ValueError(
-                f"task.source={self.task.source!r} needs model.checkpoint, a directory "
-                "with a tokenizer"
-            )
-        has_turns = self.task.is_dialogue or self.task.recorded
-        if self.grpo.turn_rewards and not has_turns:
-            raise ValueError(
-                "grpo.turn_rewards=True needs a task.environment, a task.rollout or "
-                "recorded rollouts, because only conversations have turns"
-            )
-        if self.task.recorded:
-            reason = "for task.recorded=True"
-            self.check_stays("sampling.slots", None, f"{reason}: nothing is sampled")
-            why = "task.source already contains the rollouts"
-            self.check_stays("run.save_rollouts", False, f"{reason}: {why}")
-        if self.rollouts.engine is not None:
-            self._check_engine()
-        _check_answers(self.task, self.sampling)
-        why = "in this job: grpo.max_tokens_train sets the size of a micro-batch"
-        self.check_stays("run.accumulate", 1, why)
-        for key in ("head.gradient", "head.vocab_groups"):
-            if self.sampling.truncates:
-                self.check_stays(
-                    key,
-                    None,
-                    "if sampling.top_k, top_p or min_p truncates: sums and gradients "
-                    "within the support are exact and need no groups",
-                )
+        super().__post_init__()
         widest = self.row_lengths[-1]
         _check_rows("grpo.row_lengths", self.grpo.row_lengths, widest, self.longest)
         self._check_branches()
@@ -278,27 +367,6 @@ class GrpoJobConfig(JobConfig):
         _check_divides("grpo.max_tokens_train", self.grpo.max_tokens_train, self)
         if self.grpo.loss in POLICY_LOSSES:
             self.check_forward_passes()
-
-    def _check_engine(self) -> None:
-        """Refuse settings that rollouts of an engine cannot have."""
-        rollouts, named = self.rollouts, f"rollouts.engine={self.rollouts.engine!r}"
-        if self.model.checkpoint is None:
-            raise ValueError(
-                f"{named} needs model.checkpoint, the model that the server serves"
-            )
-        why = f"for {named}, which samples the completions"
-        self.check_stays("task.recorded", False, why)
-        self.check_stays("sampling.slots", None, why)
-        self.check_stays("sampling.decode_base", False, why)
-        why = f"for {named}, which cannot load a model of one's own"
-        self.check_stays("model.factory", None, why)
-        if rollouts.max_staleness and self.grpo.correction is None:
-            raise ValueError(
-                f"rollouts.max_staleness={rollouts.max_staleness} needs "
-                "grpo.correction, because completions are then of older weights than "
-                'those that are updated: "ratio", "tis", "mis" and "icepop" weigh '
-                "each token by its own ratio"
-            )
 
     @property
     def samples_itself(self) -> bool:

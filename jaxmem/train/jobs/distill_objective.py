@@ -9,80 +9,98 @@ the student has sampled.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxmem.base.fields import check_field, check_numbers
+from jaxmem.base.fields import Must, check
 from jaxmem.base.ranges import integers, reals
 from jaxmem.head.verbs.column_targets import Columns, Drawn
 from jaxmem.head.verbs.kinds import JSD, ForwardKL, ReverseKL
 from jaxmem.head.verbs.teacher import Teacher
 from jaxmem.heads.nnx import LMHead
-from jaxmem.train.jobs.policy_objective import PolicyHeadOptions, check_widths
+from jaxmem.train.jobs.policy_objective import ROW_LENGTHS, PolicyHeadOptions
 
 MODES = ("text", "on_policy", "offline")
-_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-_RANGES = {
-    "beta": reals(above=0, below=1),
-    "temperature": reals(above=0),
-    "loss_weight": reals(0),
-    "reward_weight": reals(0),
-    "prompts": integers(1),
-    "completions": integers(1),
-    "max_tokens": integers(1),
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
     """The data of a student, its teacher, and the terms of its loss."""
 
-    # tokens that the student learns from. "text": the data's tokens. "on_policy":
-    # completions that the student samples. "offline": data.source is a .parquet file
-    # that `jaxmem score` wrote for a teacher
-    mode: Literal["text", "on_policy", "offline"] = "text"
-    # directory of the teacher's checkpoint, which has the student's vocabulary, or a
-    # model of the Hub, or the directory of a run that saved model/. In mode "offline",
-    # only its tokenizer is read, and None is possible if the student has
-    # model.checkpoint
-    teacher: str | None = None
-    # dtype of the teacher's weights and activations. None: as they are stored
-    teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    # codes of the teacher's matrices, as in model.base. None: as its checkpoint stores
-    # them
-    teacher_base: Literal["nf4", "int8"] | None = None
-    # "forward_kl": KL(teacher ‖ student). "reverse_kl": KL(student ‖ teacher). "jsd":
-    # both models' divergences from their mixture
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    beta: float = 0.5  # weight of the teacher in the mixture of "jsd", in (0, 1)
-    temperature: float = 1.0  # divisor of both models' logits in the divergence
-    loss_weight: float = 0.0  # weight of the cross-entropy of the data's tokens
-    # mode "on_policy": weight of the policy gradient of task.reward. 0: rewards are
-    # recorded but not learned from. None: there are no rewards
-    reward_weight: float | None = None
-    # mode "offline": the probability outside the file's columns counts as one more
-    # outcome
-    tail: bool = True
-    prompts: int = 32  # mode "on_policy": number of prompts per step
-    completions: int = 1  # mode "on_policy": number of completions per prompt
-    # mode "on_policy": maximum token positions, padding included, of a micro-batch
-    max_tokens: int = 2048
-    # mode "on_policy": lengths of packed rows, increasing; jax compiles a program for
-    # each. None: the longest possible sequence, rounded up to 16
-    row_lengths: tuple[int, ...] | None = None
+    mode: Annotated[
+        Literal["text", "on_policy", "offline"],
+        'tokens that the student learns from. "text": the data\'s tokens. '
+        '"on_policy": completions that the student samples. "offline": data.source is '
+        "a .parquet file that `jaxmem score` wrote for a teacher",
+    ] = "text"
+    teacher: Annotated[
+        str | None,
+        Must("a directory, or None", lambda name: name != ""),
+        "directory of the teacher's checkpoint, which has the student's vocabulary, "
+        "or a model of the Hub, or the directory of a run that saved model/. In mode "
+        '"offline", only its tokenizer is read, and None is possible if the student '
+        "has model.checkpoint",
+    ] = None
+    teacher_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        "dtype of the teacher's weights and activations. None: as they are stored",
+    ] = None
+    teacher_base: Annotated[
+        Literal["nf4", "int8"] | None,
+        "codes of the teacher's matrices, as in model.base. None: as its checkpoint "
+        "stores them",
+    ] = None
+    divergence: Annotated[
+        Literal["forward_kl", "reverse_kl", "jsd"],
+        '"forward_kl": KL(teacher ‖ student). "reverse_kl": KL(student ‖ teacher). '
+        '"jsd": both models\' divergences from their mixture',
+    ] = "forward_kl"
+    beta: Annotated[
+        float,
+        reals(above=0, below=1),
+        'weight of the teacher in the mixture of "jsd", in (0, 1)',
+    ] = 0.5
+    temperature: Annotated[
+        float, reals(above=0), "divisor of both models' logits in the divergence"
+    ] = 1.0
+    loss_weight: Annotated[
+        float, reals(0), "weight of the cross-entropy of the data's tokens"
+    ] = 0.0
+    reward_weight: Annotated[
+        float | None,
+        reals(0),
+        'mode "on_policy": weight of the policy gradient of task.reward. 0: rewards '
+        "are recorded but not learned from. None: there are no rewards",
+    ] = None
+    tail: Annotated[
+        bool,
+        'mode "offline": the probability outside the file\'s columns counts as one '
+        "more outcome",
+    ] = True
+    prompts: Annotated[
+        int, integers(1), 'mode "on_policy": number of prompts per step'
+    ] = 32
+    completions: Annotated[
+        int, integers(1), 'mode "on_policy": number of completions per prompt'
+    ] = 1
+    max_tokens: Annotated[
+        int,
+        integers(1),
+        'mode "on_policy": maximum token positions, padding included, of a micro-batch',
+    ] = 2048
+    row_lengths: Annotated[
+        tuple[int, ...] | None,
+        ROW_LENGTHS,
+        'mode "on_policy": lengths of packed rows, increasing; jax compiles a program '
+        "for each. None: the longest possible sequence, rounded up to 16",
+    ] = None
 
     def __post_init__(self):
         """Refuse impossible values, by name."""
-        check_numbers(self, _RANGES)
-        check_field(self, "mode", self.mode in MODES, f"one of {MODES}")
-        known = self.divergence in _DIVERGENCES
-        check_field(self, "divergence", known, f"one of {_DIVERGENCES}")
-        check_field(self, "teacher", self.teacher != "", "a directory, or None")
-        if self.row_lengths is not None:
-            check_widths(self, self.row_lengths)
+        check(self)
 
     @property
     def samples(self) -> int:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jaxmem import losses
 from jaxmem.base import messages, user_code
-from jaxmem.base.fields import check, check_field
+from jaxmem.base.fields import check, check_rules
 from jaxmem.base.ranges import reals
+from jaxmem.base.rules import must
 from jaxmem.train.jobs import loss_arguments
 
 _REFERENCE = "ref_chosen", "ref_rejected"
@@ -123,6 +124,28 @@ class DpoConfig:
         "True: leave out pairs that are longer than a row. False: stop with an error",
     ] = False
 
+    # Rules that read the row of `loss`, for which a user's file is executed.
+    LOSS_RULES = tuple(
+        rule
+        for name in _NUMBERS
+        for rule in (
+            must(
+                name,
+                f"None for loss={{loss!r}}, which has no {name}",
+                lambda dpo, name=name: (
+                    getattr(dpo, name) is None or name in dpo.pair_loss.arguments
+                ),
+            ),
+            must(
+                name,
+                "a number for loss={loss!r}, which has no default for it",
+                lambda dpo, name=name: (
+                    name not in dpo.pair_loss.arguments or dpo.numbers[name] is not None
+                ),
+            ),
+        )
+    )
+
     def __post_init__(self):
         """Refuse impossible values, by name."""
         check(self)
@@ -131,15 +154,7 @@ class DpoConfig:
 
     def check_loss(self) -> None:
         """Refuse values that the loss cannot have; a user's loss is loaded for it."""
-        loss = self.pair_loss
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            unset = value is None or name in loss.arguments
-            expected = f"None for loss={self.loss!r}, which has no {name}"
-            check_field(self, name, unset, expected)
-            if name in loss.arguments and loss.number(name, value) is None:
-                expected = f"a number for loss={self.loss!r}, which has no default"
-                check_field(self, name, False, f"{expected} for it")
+        check_rules(self, self.LOSS_RULES)
 
     @functools.cached_property
     def pair_loss(self) -> PairLoss:

@@ -23,8 +23,9 @@ import numpy as np
 import jaxmem
 from jaxmem import losses
 from jaxmem.base import user_code
-from jaxmem.base.fields import check, check_field
+from jaxmem.base.fields import Must, check, check_rules
 from jaxmem.base.ranges import integers, reals
+from jaxmem.base.rules import must, wrong
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths.gradients import Sample
 from jaxmem.heads.nnx import LMHead
@@ -33,6 +34,15 @@ from jaxmem.train.jobs import policy_losses
 from jaxmem.train.jobs.advantages import ADVANTAGES
 from jaxmem.train.jobs.policy_losses import POLICY_LOSSES, PolicyLoss
 from jaxmem.train.jobs.rollout.packed import SAME_WEIGHTS
+
+
+def _are_widths(widths: tuple[int, ...]) -> bool:
+    """True if they can be widths of packed rows."""
+    positive = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
+    return positive and list(widths) == sorted(set(widths))
+
+
+ROW_LENGTHS = Must("increasing positive integers", _are_widths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +136,7 @@ class GrpoConfig:
     ] = 8192
     row_lengths: Annotated[
         tuple[int, ...] | None,
+        ROW_LENGTHS,
         "lengths of packed rows, increasing; jax compiles a program for each. None: "
         "the longest possible sequence, rounded up to 16. None with "
         "grpo.share_prompts: a prompt and as many completions as a group has, and a "
@@ -152,66 +163,90 @@ class GrpoConfig:
         "expected gradient stays the same",
     ] = 1.0
 
+    RULES = (
+        *(
+            must(
+                f"correction_{side}",
+                "None for correction={correction!r}, which has no such bound",
+                lambda grpo, side=side: (
+                    getattr(grpo.correction_row, side) is not None
+                    or getattr(grpo, f"correction_{side}") is None
+                ),
+            )
+            for side in ("low", "high")
+        ),
+        must("correction_low", "0 or more, or None", lambda grpo: grpo.bounds[0] >= 0),
+        must(
+            "correction_high",
+            "at least correction_low={bounds[0]:g}, or None",
+            lambda grpo: grpo.bounds[1] >= grpo.bounds[0],
+        ),
+        wrong(
+            "minibatches",
+            "must divide prompts x group_size = {samples}, got {0}",
+            lambda grpo: grpo.samples % grpo.minibatches,
+        ),
+    )
+    # Rules that read the row of `loss`, for which a user's file is executed.
+    LOSS_RULES = (
+        *(
+            must(
+                f"clip_{side}",
+                "None for loss={loss!r}",
+                lambda grpo, side=side: (
+                    grpo.policy_loss.clips or getattr(grpo, f"clip_{side}") is None
+                ),
+            )
+            for side in ("low", "high")
+        ),
+        must(
+            "clip_low",
+            "{lowest_clips}, or None",
+            lambda grpo: (
+                grpo.clip_low is None
+                or 0 <= grpo.clip_low <= grpo.policy_loss.clip_low_max
+            ),
+        ),
+        must(
+            "clip_high",
+            "0 or more, or None",
+            lambda grpo: grpo.clip_high is None or grpo.clip_high >= 0,
+        ),
+        *(
+            must(
+                setting,
+                f"a different value with prefix_cut={{prefix_cut}}: {why}",
+                lambda grpo, unfit=unfit: grpo.prefix_cut is None or not unfit(grpo),
+            )
+            for setting, unfit, why in (
+                (
+                    "loss",
+                    lambda grpo: grpo.has_sequence_ratio,
+                    "it reads whole sequences",
+                ),
+                (
+                    "correction",
+                    lambda grpo: grpo.drops_sequences,
+                    "it reads whole sequences",
+                ),
+                (
+                    "epochs",
+                    lambda grpo: grpo.epochs > 1,
+                    "all completions would be cut at the same place",
+                ),
+            )
+        ),
+    )
+
     def __post_init__(self):
         """Refuse impossible values, by name."""
         check(self)
-        self._check_correction()
         if self.loss in POLICY_LOSSES:
             self.check_loss()
-        if self.samples % self.minibatches:
-            raise ValueError(
-                "GrpoConfig.minibatches must divide prompts x group_size = "
-                f"{self.samples}, got {self.minibatches}"
-            )
-        if self.row_lengths is not None:
-            check_widths(self, self.row_lengths)
 
     def check_loss(self) -> None:
         """Refuse values that the loss cannot have; a user's loss is loaded for it."""
-        loss = self.policy_loss
-        if not loss.clips:
-            for name in ("clip_low", "clip_high"):
-                unset = getattr(self, name) is None
-                check_field(self, name, unset, f"None for loss={self.loss!r}")
-        if self.clip_low is not None:
-            # CISPO's weights have no lower bound from 1 on, as verl's example has it.
-            highest = loss.clip_low_max
-            expected = "0 or more" if math.isinf(highest) else f"in [0, {highest:g}]"
-            good = 0 <= self.clip_low <= highest
-            check_field(self, "clip_low", good, f"{expected}, or None")
-        if self.clip_high is not None:
-            check_field(self, "clip_high", self.clip_high >= 0, "0 or more, or None")
-        self._check_cut()
-
-    def _check_correction(self) -> None:
-        expected = f"one of {tuple(policy_losses.CORRECTIONS)}, or None"
-        known = (*policy_losses.CORRECTIONS, None)
-        check_field(self, "correction", self.correction in known, expected)
-        for side in ("low", "high"):
-            name, bound = f"correction_{side}", getattr(self._correction, side)
-            chosen = f"correction={self.correction!r}"
-            expected = f"None for {chosen}, which has no such bound"
-            unset = getattr(self, name) is None
-            check_field(self, name, bound is not None or unset, expected)
-        low, high = self._bounds
-        check_field(self, "correction_low", low >= 0, "0 or more, or None")
-        expected = f"at least correction_low={low:g}, or None"
-        check_field(self, "correction_high", high >= low, expected)
-
-    def _check_cut(self) -> None:
-        if self.prefix_cut is None:
-            return
-        for name, unfit, why in (
-            ("loss", self.has_sequence_ratio, "it reads whole sequences"),
-            ("correction", self.drops_sequences, "it reads whole sequences"),
-            (
-                "epochs",
-                self.epochs > 1,
-                "all completions would be cut at the same place",
-            ),
-        ):
-            expected = f"a different value with prefix_cut={self.prefix_cut}: {why}"
-            check_field(self, name, not unfit, expected)
+        check_rules(self, self.LOSS_RULES)
 
     @functools.cached_property
     def policy_loss(self) -> PolicyLoss:
@@ -224,13 +259,21 @@ class GrpoConfig:
         return self.advantage or self.policy_loss.advantage
 
     @property
-    def _correction(self) -> policy_losses.Correction:
+    def lowest_clips(self) -> str:
+        """The range of `clip_low` for the loss, in words."""
+        # CISPO's weights have no lower bound from 1 on, as verl's example has it.
+        highest = self.policy_loss.clip_low_max
+        return "0 or more" if math.isinf(highest) else f"in [0, {highest:g}]"
+
+    @property
+    def correction_row(self) -> policy_losses.Correction:
         """The row that `correction` names; "ratio", which has no weights, for None."""
         return policy_losses.CORRECTIONS[self.correction or "ratio"]
 
     @property
-    def _bounds(self) -> tuple[float, float]:
-        return self._correction.bounds(self.correction_low, self.correction_high)
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of the correction: its own, or those that are set."""
+        return self.correction_row.bounds(self.correction_low, self.correction_high)
 
     @property
     def has_sequence_ratio(self) -> bool:
@@ -250,12 +293,12 @@ class GrpoConfig:
     @property
     def drops_sequences(self) -> bool:
         """True if the correction drops whole sequences, before their gradients."""
-        return self._correction.of_sequences
+        return self.correction_row.of_sequences
 
     @property
     def corrects_tokens(self) -> bool:
         """True if the correction has a weight for each token in the loss."""
-        return self._correction.weights is not None and not self.drops_sequences
+        return self.correction_row.weights is not None and not self.drops_sequences
 
     @property
     def starts_from_sampler(self) -> bool:
@@ -307,13 +350,6 @@ class GrpoConfig:
         """Distances below and above 1 at which ratios are clipped; None: never."""
         loss = self.policy_loss
         return loss.bounds(self.clip_low, self.clip_high) if loss.clips else None
-
-
-def check_widths(config: object, widths: tuple[int, ...]) -> None:
-    """Raise unless `widths`, the field `row_lengths`, can be widths of packed rows."""
-    positive = bool(widths) and all(type(w) is int and w >= 1 for w in widths)
-    increasing = positive and list(widths) == sorted(set(widths))
-    check_field(config, "row_lengths", increasing, "increasing positive integers")
 
 
 class PolicyBatch(NamedTuple):
@@ -386,7 +422,7 @@ def correction(
     `old` are the trainer's log-probabilities under the weights that sampled, `rollout`
     the sampler's; `where` [N, R] masks the tokens of a correction of sequences.
     """
-    chosen, (low, high) = config._correction, config._bounds
+    chosen, (low, high) = config.correction_row, config.bounds
     assert chosen.weights is not None
     bounds = {chosen.low: low, chosen.high: high}
     options = {name: x for name, x in bounds.items() if name is not None}
