@@ -103,11 +103,14 @@ def test_every_argument_has_a_help_text():
 
 
 def test_version_and_help_need_the_core_only(directory):
-    commands = [["--version"], ["train", "--help"], ["train", "tiny.gin"]]
+    helps = [[name, "--help"] for name in cli._COMMANDS]
+    commands = [["--version"], ["train", "--help"], ["train", "tiny.gin"], *helps]
     done = python("-c", WITHOUT_TRAIN_EXTRA, json.dumps(commands), cwd=directory)
-    version, usage, training = map(json.loads, done.stdout.splitlines())
+    version, usage, training, *usages = map(json.loads, done.stdout.splitlines())
     assert version[:2] == [0, f"jaxmem {__version__}\n"]
     assert usage[0] == 0 and "section.field=value" in usage[1]
+    assert len(usages) == len(helps)
+    assert all(status == 0 and "--trust-code" in out for status, out, _ in usages)
     assert training[0] == 2
     assert training[2].startswith("jaxmem: error: training needs '")
     clone = shlex.quote(f"{Path(__file__).parents[1]}[train]")

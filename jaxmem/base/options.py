@@ -1,6 +1,8 @@
 """Values of the command line's options, as argparse reads them."""
 
 import argparse
+import json
+from typing import Any
 
 from jaxmem.base import messages
 
@@ -28,6 +30,17 @@ def chunk(text: str) -> int | str:
     if tokens is None and text != "auto":
         raise _argument_error("a positive number of tokens, or auto", text)
     return tokens or text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object as JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value
 
 
 def _parse_positive(text: str) -> int | None:

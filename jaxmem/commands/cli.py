@@ -7,20 +7,18 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from jaxmem._version import __version__
 from jaxmem.base import hub, imports, messages, options, shipped
-from jaxmem.commands.requests import (
-    DTYPES,
-    add_eval,
-    add_export,
-    add_generate,
-    add_score,
-    add_serve,
-)
+from jaxmem.base.command_options import CommandOptions, DType
+from jaxmem.commands import requests
+from jaxmem.evaluate.config import EvaluateRequest
+from jaxmem.generate.config import GenerateRequest
+from jaxmem.score.config import ScoreConfig
+from jaxmem.serve.config import ServeRequest
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -202,15 +200,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
     _add_data(commands)
-    add_generate(commands, _generate)
-    add_serve(commands, _serve, options.count)
-    add_export(commands, _export)
-    add_score(commands, _score, DTYPES, options.chunk)
-    add_eval(commands, _eval, DTYPES, options.count)
+    for name, command in _COMMANDS.items():
+        command.add(commands, name)
     _add_plan(commands)
     _add_doctor(commands)
     _add_bench(commands)
-    for name in ("train", "data", "generate", "serve", "export", "score", "plan"):
+    for name in ("train", "data", *_COMMANDS, "plan"):
         commands.choices[name].add_argument(
             "--ignore-keys",
             metavar="KEY,…",
@@ -322,64 +317,113 @@ def _data(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(arguments: argparse.Namespace) -> int:
+def _generate(request: GenerateRequest) -> int:
     with _require_extra("generating", "train"):
-        from jaxmem.generate import GenerateConfig, command
-    options = vars(arguments)
-    request = command.GenerateRequest(
-        *(options.pop(k) for k in command.GenerateRequest._fields)
-    )
-    stops = tuple(options.pop("stop", ()))
-    command.run(request, GenerateConfig(**options, stop=stops))
+        from jaxmem.generate import command
+    command.run(request)
     return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
+def _serve(request: ServeRequest) -> int:
     with _require_extra("serving", "train"):
         from jaxmem.serve import command
-    options = vars(arguments)
-    weights = tuple(options.pop("weights", ()))
-    command.run(command.ServeRequest(**options, weights=weights))
+    command.run(request)
     return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(request: requests.ExportRequest) -> int:
     with _require_extra("exporting", "train"):
         from jaxmem.train import export, saved
-    code = saved.Code(arguments.factory, arguments.trust_code)
-    names = "merge", "base", "dtype"
-    options = {name: getattr(arguments, name) for name in names}
-    path, repository = arguments.path, arguments.push
+    code = saved.Code(request.factory, request.trust_code)
+    options: dict[str, Any] = {"merge": request.merge, "base": request.base}
+    options |= {"dtype": request.dtype, "code": code}
+    path, repository = request.path, request.push
     if repository is None:
-        if arguments.out is None or arguments.private:
+        if request.out is None or request.private:
             raise UsageError("export needs --out or --push; --private needs --push")
-        print(export.export(path, arguments.out, code=code, **options))
+        print(export.export(path, request.out, **options))
         return 0
     hub.check_push(repository)
-    with export.directory(arguments.out) as out:
-        lines = export.export(path, out, code=code, name=repository, **options)
-        if arguments.out is None:  # the directory is removed: leave its name out
+    with export.directory(request.out) as out:
+        lines = export.export(path, out, name=repository, **options)
+        if request.out is None:  # the directory is removed: leave its name out
             lines = lines.partition("\n")[2]
         if lines:
             print(lines)
-        print(export.push(path, out, repository, arguments.private))
+        print(export.push(path, out, repository, request.private))
     return 0
 
 
-def _score(arguments: argparse.Namespace) -> int:
+def _score(request: ScoreConfig) -> int:
     with _require_extra("scoring", "score"):
-        from jaxmem.score import ScoreConfig, score
-    config = ScoreConfig(**vars(arguments))
-    with _require_extra(f"writing {config.out}", "score"):
-        score(config)
+        from jaxmem.score import score
+    with _require_extra(f"writing {request.out}", "score"):
+        score(request)
     return 0
 
 
-def _eval(arguments: argparse.Namespace) -> int:
+def _eval(request: EvaluateRequest) -> int:
     with _require_extra("evaluating", "eval"):
         from jaxmem.evaluate import command
-    command.run(command.EvaluateRequest(**vars(arguments)))
+    command.run(request)
     return 0
+
+
+class _Command(NamedTuple):
+    """A command whose flags are the fields of its request."""
+
+    request: type[CommandOptions]
+    run: Callable[[Any], int]
+    help: str
+    description: str
+
+    def add(self, commands: Any, name: str) -> None:
+        """Add the command to the parser."""
+        parser = commands.add_parser(name, help=self.help, description=self.description)
+        requests.add_flags(parser, self.request)
+        parser.set_defaults(
+            command=lambda arguments: self.run(requests.read(self.request, arguments))
+        )
+
+
+_COMMANDS = {
+    "generate": _Command(
+        GenerateRequest,
+        _generate,
+        "complete prompts with a run, a checkpoint or an adapter",
+        "Complete one prompt, a file of prompts, or the turns of a conversation. If a "
+        "command with --in is interrupted, run it again to continue.",
+    ),
+    "serve": _Command(
+        ServeRequest,
+        _serve,
+        "serve a run, a checkpoint or an adapter over HTTP, by routes of vLLM",
+        "Answer requests for completions over HTTP, with jaxmem's own sampler and the "
+        "routes of vLLM that trainers use. The address is printed as soon as requests "
+        "are answered. SIGTERM and Ctrl-C end the server.",
+    ),
+    "export": _Command(
+        requests.ExportRequest,
+        _export,
+        "save a run's model for transformers, with or without merged adapters",
+        "Save the model of a run, or of its newest checkpoint if the run has not "
+        "ended, as a directory that transformers (or PEFT) loads.",
+    ),
+    "score": _Command(
+        ScoreConfig,
+        _score,
+        "write log-probabilities and entropies of texts under a model",
+        "Score every token of texts, or of the responses in conversations, under a "
+        "model. If the command is interrupted, run it again to continue.",
+    ),
+    "eval": _Command(
+        EvaluateRequest,
+        _eval,
+        "evaluate a run, a checkpoint or an adapter on benchmarks of lm-eval",
+        "Evaluate a model on tasks of lm-evaluation-harness. The results go to --out, "
+        "or to eval.json in the directory of a run, where report.html shows them.",
+    ),
+}
 
 
 def _add_plan(commands) -> None:
@@ -483,7 +527,7 @@ def _add_bench(commands) -> None:
     )
     bench.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=get_args(DType),
         help="type of the hidden states and the vocabulary matrix",
     )
     bench.add_argument(

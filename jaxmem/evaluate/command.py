@@ -1,39 +1,22 @@
 """`jaxmem eval`: runs the harness, prints its table, and writes eval.json."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lm_eval
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from jaxmem import generate
 from jaxmem.base import files, hub, json_files
+from jaxmem.evaluate.config import EvaluateRequest
 from jaxmem.evaluate.model import HarnessModel
+from jaxmem.generate.model import Model
 from jaxmem.train.output import report
 from jaxmem.train.state import ownership
-
-
-class EvaluateRequest(NamedTuple):
-    """Options of `jaxmem eval`: a model, tasks and limits."""
-
-    model: str  # directory of a run, a checkpoint or an adapter
-    tasks: str  # names, separated by commas
-    include: str | None = None  # folder of tasks of one's own
-    chat: bool = False
-    shots: int | None = None  # None: as the task says
-    limit: int | None = None  # documents of each task
-    max_tokens: int = 4096
-    batch_size: int = 8
-    adapter: str | None = None
-    dtype: str | None = None
-    out: str | None = None
-    factory: str | None = None  # of a run of model.factory
-    trust_code: bool = False  # True if the code that the run names may be run
-    base: str | None = None  # codes of matrices; None: they are as stored
 
 
 def run(request: EvaluateRequest) -> dict[str, Any]:
@@ -58,14 +41,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
     _check_request(request, out)
     manager = TaskManager(include_path=request.include)
     names = _known_tasks(request.tasks, manager)
-    model = generate.load(
-        directory,
-        adapter=request.adapter,
-        dtype=request.dtype,
-        factory=request.factory,
-        trust_code=request.trust_code,
-        base=request.base,
-    )
+    model = Model.of(request)
     evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
     results = evaluate(
         HarnessModel(model, str(directory), request.max_tokens, request.batch_size),
@@ -80,7 +56,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
     kept = {
         name: results[name] for name in ("results", "n-shot", "n-samples", "versions")
     }
-    options = request._asdict() | {"lm_eval": lm_eval.__version__}
+    options = dataclasses.asdict(request) | {"lm_eval": lm_eval.__version__}
     if (model_of_hub := hub.model_of(directory)) is not None:
         options["model"] = str(model_of_hub)
     files.write_whole(out, json.dumps({**kept, "options": options}, indent=1) + "\n")
@@ -103,8 +79,6 @@ def _check_request(request: EvaluateRequest, out: Path) -> None:
         )
     if request.include is not None and not Path(request.include).is_dir():
         raise ValueError(f"--include {request.include}: the folder does not exist")
-    if request.shots is not None and request.shots < 0:
-        raise ValueError(f"--shots must be at least 0, got {request.shots}")
 
 
 def _has_results(path: Path) -> bool:

@@ -1,26 +1,22 @@
 """Completes a file of prompts, and goes on after a kill."""
 
 import dataclasses
-import functools
-import hashlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rich.console import Console
 
-from jaxmem.base import locks, messages
-from jaxmem.base.stopping import Stop
+from jaxmem.base import messages
 from jaxmem.data.records import DataError, RawRecord, read_records
 from jaxmem.data.source_files import find_files
 from jaxmem.generate.completions import Completion, EncodedPrompt, Generator, unreached
 from jaxmem.generate.grading import Grading
-from jaxmem.score.fingerprint import update_with_files
-from jaxmem.score.journal import Journal
-from jaxmem.train.output.progress import Progress
+from jaxmem.score.fingerprint import fingerprint_of
+from jaxmem.score.journal import Journal, ResumableOutput, write_lines
 
 _COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
 
@@ -76,15 +72,14 @@ def generate_file(
         raise DataError(f"{source}: no prompts")
     reader, grading = generator.model.reader, grading or Grading()
     job = _Job(generator, records, grading)
+    output = ResumableOutput(target, job.noun, console)
     with reader.whole_pass():
         prompts = job.encode()
     for line in reader.lines():
-        _log(console, line)
+        output.log(line)
     grading.check(source, records, reader)
-    lock = target.with_name(target.name + ".lock")
-    log = functools.partial(_log, console)
-    with Stop() as stop, locks.exclusive(lock, f"--out {target}", log):
-        _complete(job, prompts, target, console, stop)
+    with output.locked():
+        _complete(job, prompts, output)
 
 
 class _Job(NamedTuple):
@@ -116,6 +111,11 @@ class _Job(NamedTuple):
             for prompt in prompts
             for sample in range(self.samples)
         ]
+
+    @property
+    def noun(self) -> str:
+        """A result, in messages."""
+        return "prompt" if self.samples == 1 else "completion"
 
     def complete(self, prompts: Sequence[EncodedPrompt], start: int) -> list[_Result]:
         """Results of the prompts from the number `start` on, in a batch."""
@@ -157,56 +157,39 @@ def _prompt(job: _Job, record: RawRecord, number: int) -> EncodedPrompt:
 
 
 def _complete(
-    job: _Job,
-    prompts: Sequence[EncodedPrompt],
-    out: Path,
-    console: Console,
-    stop: Stop,
+    job: _Job, prompts: Sequence[EncodedPrompt], output: ResumableOutput
 ) -> None:
     size, total = job.generator.config.batch_size, len(prompts)
     starts = range(0, total, size)
-    fingerprint = _fingerprint(job, prompts)
-    with Journal(out, fingerprint, "", [*starts, total]) as journal:
-        if journal.done:
-            _log(console, f"resuming after {_noun(job)} {journal.done:,}")
+
+    def results(start: int, stop: int) -> tuple[list[_Result], int]:
+        made = job.complete(prompts[start:stop], start)
+        return made, sum(len(result.completion.ids) for result in made)
+
+    def write(file: BinaryIO, records: Iterator[dict[str, Any]]) -> None:
+        write_lines(file, job.grading.kept(records, job.samples))
+
+    with output.journal(_fingerprint(job, prompts), "", [*starts, total]) as journal:
         started = time.perf_counter()
-        with (
-            stop.deferred(),
-            Progress(console, f"{_noun(job)}s", total, journal.done) as report,
-        ):
-            for start in range(journal.done, total, size):
-                if stop.signal:
-                    break
-                results = job.complete(prompts[start : start + size], start)
-                journal.append(results)
-                tokens = sum(len(x.completion.ids) for x in results)
-                report.update(journal.done, tokens)
-        if stop.signal:
-            _log(
-                console,
-                f"stopped by {stop.name} after {_noun(job)} {journal.done:,} of "
-                f"{total:,}; run the same command again to continue",
-            )
-        stop.raise_if_requested()
-        _summarise(job, journal, console, time.perf_counter() - started)
-        journal.finish(functools.partial(job.grading.kept, samples=job.samples))
-    _log(console, f"saved in {out}")
+        groups = ((start, min(start + size, total)) for start in starts)
+        output.record(journal, groups, results)
+        for line in _summary(job, journal, time.perf_counter() - started):
+            output.log(line)
+        journal.finish(write)
+    output.log(f"saved in {output.path}")
 
 
-def _noun(job: _Job) -> str:
-    return "prompt" if job.samples == 1 else "completion"
-
-
-def _summarise(job: _Job, journal: Journal, console: Console, seconds: float) -> None:
+def _summary(job: _Job, journal: Journal, seconds: float) -> Iterator[str]:
     records = list(journal.records())
     tokens = sum(record["tokens"] for record in records)
-    line = f"{len(records):,} completions, {tokens:,} tokens, in {seconds:,.1f} s"
-    _log(console, line)
+    yield f"{len(records):,} completions, {tokens:,} tokens, in {seconds:,.1f} s"
     ends = [record["finish"] for record in records]
-    if (line := unreached(job.generator.config.stop, ends)) is not None:
-        _log(console, line)
-    if (line := job.grading.line(records, job.samples)) is not None:
-        _log(console, line)
+    for line in (
+        unreached(job.generator.config.stop, ends),
+        job.grading.line(records, job.samples),
+    ):
+        if line is not None:
+            yield line
 
 
 def _fingerprint(job: _Job, prompts: Sequence[EncodedPrompt]) -> str:
@@ -218,13 +201,9 @@ def _fingerprint(job: _Job, prompts: Sequence[EncodedPrompt]) -> str:
     options = "".join(map(json.dumps, [config, *job.grading.digest()]))
     model = generator.model.decoder.config
     options += model.dtype + (model.base or "")
-    digest = hashlib.sha256(options.encode())
-    update_with_files(digest, generator.model.files)
-    for record, prompt in zip(job.records, prompts[:: job.samples], strict=True):
-        columns = json.dumps([record.fields, prompt.ids])
-        digest.update(columns.encode() + b"\n")
-    return digest.hexdigest()[:24]
-
-
-def _log(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    firsts = zip(job.records, prompts[:: job.samples], strict=True)
+    inputs = (
+        json.dumps([record.fields, prompt.ids]).encode() + b"\n"
+        for record, prompt in firsts
+    )
+    return fingerprint_of(options, generator.model.files, inputs)

@@ -1,6 +1,5 @@
 """Rewards of the completions of a file, and the choice of those that are kept."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,29 +11,13 @@ from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import RawRecord
 from jaxmem.data.rewards import RewardArguments, Scorer
 from jaxmem.generate.completions import Completion
+from jaxmem.generate.config import GradingOptions
 
 _NAMED = "--reward", "--in"  # in place of task.reward and task.source, in errors
 
 
-@dataclasses.dataclass(frozen=True)
-class Grading:
-    """Options of rewards, and of the completions that are kept; by default all are.
-
-    Raises:
-        ValueError: completions are chosen without a reward.
-    """
-
-    reward: str | None = None  # name of a reward function, as in `task.reward`
-    keep_best: bool = False  # one completion of each prompt, of the highest reward
-    min_reward: float | None = None  # completions with less, or without any, are left
-
-    def __post_init__(self):
-        for flag, is_set in {
-            "--keep-best": self.keep_best,
-            "--min-reward": self.min_reward is not None,
-        }.items():
-            if is_set and self.reward is None:
-                raise ValueError(f"{flag} compares rewards; add --reward NAME")
+class Grading(GradingOptions):
+    """Rewards of completions, and the choice of those that are kept."""
 
     def digest(self) -> list[Any]:
         """Values that identify the options and the code of the reward."""

@@ -4,16 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmem import checkpoints
+from jaxmem.base.command_options import ModelOptions
 from jaxmem.checkpoints import CheckpointConfig, Vocabulary
-from jaxmem.data.chat import ChatTemplate, read_template
+from jaxmem.data.chat import ChatTemplate
 from jaxmem.data.completion_ends import end_ids
 from jaxmem.data.record_reader import RecordReader
 from jaxmem.data.records import DataError, RawRecord
 from jaxmem.data.vocabulary import has_start
 from jaxmem.models.own_model import LanguageModel
-from jaxmem.score.fingerprint import files_of
-from jaxmem.train import saved
+from jaxmem.score.opened_model import OpenedModel, opened
 
 
 class Model(NamedTuple):
@@ -30,6 +29,28 @@ class Model(NamedTuple):
     def max_positions(self) -> int:
         """Maximum tokens of a prompt and its completion together."""
         return self.described.max_positions
+
+    @classmethod
+    def of(
+        cls,
+        options: ModelOptions,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> "Model":
+        """Load the model that the options of a command name.
+
+        Raises:
+            CheckpointError: there is no model, or it cannot be read.
+        """
+        with opened(options, chat_template_kwargs) as model:
+            template, reader = _read_template(model)
+            return cls(
+                model.load(),
+                model.vocabulary,
+                end_ids(model.source.directory, template),
+                model.described,
+                reader,
+                model.files,
+            )
 
     def encode(self, record: RawRecord) -> list[int]:
         """Ids of a record's prompt: of a text, or of a conversation up to the answer.
@@ -80,42 +101,26 @@ def load(
     Raises:
         CheckpointError: there is no model, or it cannot be read.
     """
-    code = saved.Code(factory, trust_code)
-    with saved.opened(path, adapter, dtype, code) as source:
-        vocabulary = checkpoints.load_vocabulary(source.directory)
-        described = checkpoints.read_config(source.directory)
-        template, reader = _read_template(source, vocabulary, chat_template_kwargs)
-        return Model(
-            source.load(dtype, base),
-            vocabulary,
-            end_ids(source.directory, template),
-            described,
-            reader,
-            files_of(source),
-        )
+    options: dict[str, Any] = {"dtype": dtype, "base": base}
+    options["adapter"] = None if adapter is None else str(adapter)
+    options |= {"factory": factory, "trust_code": trust_code}
+    return Model.of(ModelOptions(str(path), **options), chat_template_kwargs)
 
 
-def _read_template(
-    source: saved.Saved, vocabulary: Vocabulary, options: Mapping[str, Any] | None
-) -> tuple[ChatTemplate | None, RecordReader]:
+def _read_template(model: OpenedModel) -> tuple[ChatTemplate | None, RecordReader]:
     """The chat template, None if there is none, and a reader of records that uses it.
 
     It is read before the directory, which may be temporary, is closed.
     """
-    added = vocabulary.tokenizer.get_added_tokens_decoder().values()
-    special = [token.content for token in added if token.special]
     try:
-        template = read_template(
-            source.directory, source.chat_template, special, options
-        )
+        return model.template, model.reader()
     except DataError as error:
-        if options:
+        if model.chat_template_kwargs:
             raise
         reason = str(error)
 
-        def missing() -> ChatTemplate:
-            raise DataError(reason)
+    def missing() -> ChatTemplate:
+        raise DataError(reason)
 
-        return None, RecordReader(missing, absent=vocabulary.absent, section=None)
-    reader = RecordReader(lambda: template, absent=vocabulary.absent, section=None)
-    return template, reader
+    absent = model.vocabulary.absent
+    return None, RecordReader(missing, absent=absent, section=None)

@@ -18,7 +18,7 @@ from jaxmem.planning import analytic, picture, plans, search
 from jaxmem.planning.analytic import ShapedPlan
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import PLANNED, Scoring
-from jaxmem.score.run import ScoreConfig
+from jaxmem.score.config import ScoreConfig
 from jaxmem.train import configuration, model_names
 from jaxmem.train.jobs import Job, job_of
 

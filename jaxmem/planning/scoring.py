@@ -9,7 +9,7 @@ from flax import nnx
 from jaxmem import checkpoints
 from jaxmem.models.decoder import abstract_decoder
 from jaxmem.models.training_head import HeadConfig
-from jaxmem.score.run import ScoreConfig
+from jaxmem.score.config import ScoreConfig
 from jaxmem.score.teacher_columns import token_columns
 from jaxmem.train.phases import Phase, Programs
 
@@ -41,7 +41,7 @@ class Scoring:
         decoder = abstract_decoder(model, head)
         width = min(config.max_tokens, described.max_positions)
         ids = jax.ShapeDtypeStruct((config.max_tokens // width, width), "int32")
-        key = jax.eval_shape(lambda: columns.key(0, 0)) if columns else None
+        key = jax.eval_shape(lambda: columns.key(0, 0)) if columns.has_columns else None
         phase = Phase(
             "forward",
             functools.partial(

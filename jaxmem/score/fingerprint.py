@@ -1,5 +1,6 @@
-"""A cheap hash of a model's files, which identifies the weights behind results."""
+"""A cheap hash of a command's inputs, which identifies its unfinished results."""
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +9,21 @@ from typing import Any
 from jaxmem.train.saved import Saved
 
 _SAMPLE = 2**16  # bytes that are read at each end of a file
+
+
+def fingerprint_of(options: str, paths: Iterable[Path], inputs: Iterable[bytes]) -> str:
+    """Hash everything that results depend on.
+
+    Args:
+        options: the options of the command that change results, as text.
+        paths: the files of the model, of which name, size, time and both ends count.
+        inputs: the data, in order.
+    """
+    digest = hashlib.sha256(options.encode())
+    _update_with_files(digest, paths)
+    for each in inputs:
+        digest.update(each)
+    return digest.hexdigest()[:24]
 
 
 def files_of(source: Saved) -> tuple[Path, ...]:
@@ -21,7 +37,7 @@ def files_of(source: Saved) -> tuple[Path, ...]:
     )
 
 
-def update_with_files(digest: Any, paths: Iterable[Path]) -> None:
+def _update_with_files(digest: Any, paths: Iterable[Path]) -> None:
     """Add files to a hash: name, size, time, and the bytes at both ends."""
     for path in paths:
         # Include the time, because weights may differ in the middle of a file only.

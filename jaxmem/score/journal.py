@@ -1,26 +1,27 @@
-"""Crash-safe results on disk: whole documents only, whenever the process is killed.
+"""Crash-safe results on disk: whole groups only, whenever the process is killed.
 
-Records are appended to a journal, one line per document, group by group. At the end,
-the output file is created from the journal in one atomic step.
+Records are appended to a journal, one line per result, group by group. At the end, the
+output file is created from the journal in one atomic step. `ResumableOutput` is what a
+command does with a journal: it locks the output, continues the journal, and stops at
+signals between two groups.
 """
 
+import contextlib
 import filecmp
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
-import numpy as np
+from rich.console import Console
 
-from jaxmem.base import files
+from jaxmem.base import files, locks
+from jaxmem.base.stopping import Stop
+from jaxmem.train.output.progress import Progress
 
-# Documents in a row group of a Parquet file; fewer where a teacher's columns of them
-# hold more numbers than this, 32 MiB of ids and log-probabilities.
-_DOCUMENTS_AT_ONCE = 1000
-_COLUMNS_AT_ONCE = 2**23
 _HEAD = b'{"fingerprint"'  # of a journal
+Write = Callable[[BinaryIO, Iterator[dict[str, Any]]], None]
 
 
 class ScoreResult(Protocol):
@@ -31,60 +32,11 @@ class ScoreResult(Protocol):
         ...
 
 
-class Scores(NamedTuple):
-    """The scores of a document; arrays over its scored tokens, in order."""
-
-    document: str
-    token_ids: np.ndarray  # int32
-    logprobs: np.ndarray  # float32, nats
-    entropies: np.ndarray  # float32, nats; of the distribution that predicts the token
-    teacher: Mapping[str, Any] | None = None  # of a student; see `teacher_record`
-
-    @property
-    def perplexity(self) -> float | None:
-        """e^(mean of -logprobs); None if no token is scored."""
-        if not len(self.logprobs):
-            return None
-        return float(np.exp(-np.mean(self.logprobs, dtype=np.float64)))
-
-    def record(self) -> dict[str, Any]:
-        """The scores as JSON-able values."""
-        return {
-            "document": self.document,
-            "tokens": len(self.token_ids),
-            "perplexity": self.perplexity,
-            "token_ids": self.token_ids.tolist(),
-            "logprobs": _digits(self.logprobs),
-            "entropies": _digits(self.entropies),
-            **({} if self.teacher is None else teacher_record(self.teacher)),
-        }
-
-
-def teacher_record(teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that a student learns from, as JSON-able values; arrays as lists."""
-    record = {}
-    for name, value in teacher.items():
-        if isinstance(value, np.ndarray):
-            floats = np.issubdtype(value.dtype, np.floating)
-            many = floats and value.ndim == 2
-            value = [_digits(row) for row in value] if many else value.tolist()
-        record[name] = value
-    return record
-
-
-def _digits(numbers: np.ndarray) -> list[float]:
-    """The numbers with nine significant digits, which identify any float32."""
-    return [float(f"{number:.9g}") for number in numbers.tolist()]
-
-
-Keep = Callable[[Iterator[dict[str, Any]]], Iterable[Mapping[str, Any]]]
-
-
 class Journal:
     """The journal of one output file.
 
     Args:
-        out: path of the future output file, `.jsonl` or `.parquet`.
+        out: path of the future output file.
         fingerprint: hash of everything that the results depend on.
         source: name of the documents' file; a journal that is continued keeps its first
             name.
@@ -93,6 +45,7 @@ class Journal:
 
     Attributes:
         done: number of documents whose results are recorded.
+        total: number of all documents.
         source: the name under which documents are recorded.
 
     Raises:
@@ -102,11 +55,11 @@ class Journal:
     def __init__(
         self, out: Path, fingerprint: str, source: str, boundaries: Iterable[int]
     ):
-        check_suffix(out)
         self.out, self.path = out, out.with_name(out.name + ".unfinished")
         self._partial = out.with_name(out.name + ".made")  # renamed to `out` when whole
         self.done, self.source = 0, source
         ends = set(boundaries)
+        self.total = max(ends)
         head = json.dumps({"fingerprint": fingerprint, "source": source})
         if self.path.exists():
             self._continue(fingerprint, head, ends)
@@ -114,7 +67,7 @@ class Journal:
             raise ValueError(
                 f"{self._partial} exists already; move it, or name another --out"
             )
-        if out.exists() and (not self.path.exists() or self.done < max(ends)):
+        if out.exists() and (not self.path.exists() or self.done < self.total):
             raise ValueError(f"{out} exists already; delete it, or name another --out")
         if not self.path.exists():
             files.write_whole(self.path, head + "\n")
@@ -179,10 +132,10 @@ class Journal:
             for line in file:
                 yield json.loads(line)
 
-    def finish(self, keep: Keep | None = None) -> None:
+    def finish(self, write: Write | None = None) -> None:
         """Write the output file, then remove the journal.
 
-        `keep` returns the records of the output, of all records; None: all of them.
+        `write` writes the output file from all records; None: the lines of the journal.
 
         If the process is killed between the two steps, the file already exists when the
         command is run again, with the same content.
@@ -193,7 +146,7 @@ class Journal:
         """
         with files.write_errors(self.out):
             try:
-                self._write_out(keep)
+                self._write_out(write)
                 same = not self.out.exists() or filecmp.cmp(
                     self._partial, self.out, False
                 )
@@ -208,24 +161,19 @@ class Journal:
                 self._partial.unlink(missing_ok=True)
         self.path.unlink()
 
-    def _write_out(self, keep: Keep | None) -> None:
-        if keep is not None:
-            with self._new_file() as file:
-                lines = (json.dumps(record) + "\n" for record in keep(self.records()))
-                file.writelines(map(str.encode, lines))
-        elif self.out.suffix == ".parquet":
-            with self._new_file() as file:
-                _write_parquet(file, self.records())
-        else:
-            with open(self.path, "rb") as journal, self._new_file() as file:
+    def _write_out(self, write: Write | None) -> None:
+        flags = os.O_WRONLY | os.O_TRUNC
+        with (
+            open(self.path, "rb") as journal,
+            open(files.open_own(self._partial, flags), "wb") as file,
+        ):
+            if write is None:
                 next(journal)
                 file.writelines(journal)
+            else:
+                write(file, self.records())
         with open(self._partial, "rb+") as file:
             files.sync(file.fileno())
-
-    def _new_file(self) -> BinaryIO:
-        flags = os.O_WRONLY | os.O_TRUNC
-        return open(files.open_own(self._partial, flags), "wb")
 
 
 def _is_head(line: bytes) -> bool:
@@ -235,51 +183,87 @@ def _is_head(line: bytes) -> bool:
     return line[:length] == _HEAD[:length]
 
 
-def check_suffix(out: Path) -> None:
-    """Check the file name of the output.
+def write_lines(file: BinaryIO, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write each record as a line of JSON."""
+    file.writelines(f"{json.dumps(record)}\n".encode() for record in records)
 
-    Raises:
-        ValueError: it does not end in .jsonl or .parquet.
+
+class ResumableOutput:
+    """The output file of a command that the same command continues after a kill.
+
+    Args:
+        path: of the output file.
+        noun: one result in messages, such as "document".
+        console: receives messages and progress.
     """
-    if out.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"--out must be a .jsonl or .parquet file, got {out}")
 
+    def __init__(self, path: Path, noun: str, console: Console):
+        self.path, self._noun, self._console = path, noun, console
+        self._stop = Stop()
 
-def check_parquet() -> None:
-    """Import pyarrow early, so that it cannot be found missing after an hour's work."""
-    import pyarrow.parquet  # noqa: F401
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the output, and handle signals.
 
+        Raises:
+            Busy: another process writes to the output.
+            KeyboardInterrupt, SystemExit: after a signal; in `record`, once the current
+                group is recorded.
+        """
+        lock = self.path.with_name(self.path.name + ".lock")
+        with self._stop, locks.exclusive(lock, f"--out {self.path}", self.log):
+            yield
 
-def _write_parquet(file: BinaryIO, records: Iterator[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    @contextlib.contextmanager
+    def journal(
+        self, fingerprint: str, source: str, boundaries: Iterable[int]
+    ) -> Iterator[Journal]:
+        """Begin or continue the journal, as `Journal` says, inside of `locked`."""
+        with Journal(self.path, fingerprint, source, boundaries) as journal:
+            if journal.done:
+                self.log(f"resuming after {self._noun} {journal.done:,}")
+            try:
+                yield journal
+            finally:
+                if self._stop.signal:
+                    self.log(
+                        f"stopped by {self._stop.name} after {self._noun} "
+                        f"{journal.done:,} of {journal.total:,}, all recorded in "
+                        f"{journal.path}; run the same command again to continue"
+                    )
 
-    ids, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
-    types = {
-        "document": pa.string(),
-        "tokens": pa.int32(),
-        "perplexity": pa.float64(),
-        "token_ids": ids,
-        "logprobs": numbers,
-        "entropies": numbers,
-        "prompt_ids": ids,
-        "top_ids": pa.list_(ids),
-        "top_logprobs": pa.list_(numbers),
-        "sampled_ids": pa.list_(ids),
-        "temperature": pa.float64(),
-        "vocabulary": pa.string(),
-    }
-    first = next(records, None)
-    names = list(types)[:6] if first is None else [k for k in types if k in first]
-    schema = pa.schema([(name, types[name]) for name in names])
-    with pq.ParquetWriter(file, schema) as writer:
-        held: list[dict[str, Any]] = []
-        columns = 0
-        for record in itertools.chain([] if first is None else [first], records):
-            held.append(record)
-            for name in ("top_ids", "top_logprobs", "sampled_ids"):
-                columns += sum(map(len, record.get(name) or ()))
-            if len(held) == _DOCUMENTS_AT_ONCE or columns >= _COLUMNS_AT_ONCE:
-                writer.write_table(pa.Table.from_pylist(held, schema))
-                held, columns = [], 0
-        writer.write_table(pa.Table.from_pylist(held, schema))
+    def record(
+        self,
+        journal: Journal,
+        groups: Iterable[tuple[int, int]],
+        results_of: Callable[[int, int], tuple[Iterable[ScoreResult], int]],
+    ) -> int:
+        """Append the results of all groups that the journal lacks, or until a signal.
+
+        Args:
+            journal: from `journal`.
+            groups: (start, stop) of the results in each group.
+            results_of: computes those of a group, and the number of tokens read.
+
+        Returns:
+            The number of tokens that this process has read.
+        """
+        noun, total = f"{self._noun}s", journal.total
+        with (
+            self._stop.deferred(),
+            Progress(self._console, noun, total, journal.done) as progress,
+        ):
+            for start, stop in groups:
+                if start < journal.done:
+                    continue
+                if self._stop.signal:
+                    break
+                results, tokens = results_of(start, stop)
+                journal.append(results)
+                progress.update(stop, tokens)
+        self._stop.raise_if_requested()
+        return progress.read
+
+    def log(self, line: str) -> None:
+        """Print a line as it is."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

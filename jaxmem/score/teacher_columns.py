@@ -2,26 +2,59 @@
 
 import dataclasses
 import functools
-from typing import Any
+import math
+import typing
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from jaxmem.base import ranges
+from jaxmem.base.command_options import CommandOptions
+from jaxmem.base.fields import Must
+from jaxmem.base.ranges import integers
 from jaxmem.head.maths.random_streams import Stream
-from jaxmem.models.own_model import LanguageModel
+
+if typing.TYPE_CHECKING:  # options of a command import nothing heavy
+    from jaxmem.models.own_model import LanguageModel
 
 
-@dataclasses.dataclass(frozen=True)
-class TeacherColumns:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TeacherColumns(CommandOptions):
     """The columns that are recorded: top k, sampled, or none; one count at most."""
 
-    top_k: int | None = None  # most likely ids of a token, with their log-probabilities
-    sample_ids: int | None = None  # ids drawn from a token's distribution
-    temperature: float = 1.0  # divides the logits of the columns, not of the scores
-    seed: int = 0  # of the draws
+    top_k: Annotated[
+        int | None,
+        integers(1),
+        "also record the TOP_K most probable ids of each token, for distillation",
+    ] = None
+    sample_ids: Annotated[
+        int | None,
+        integers(1),
+        "also record SAMPLE_IDS ids drawn for each token, for distillation",
+    ] = None
+    temperature: Annotated[
+        float,
+        Must("positive and finite", lambda value: 0 < value < math.inf),
+        "with --top-k or --sample-ids, number that divides the logits (default 1)",
+    ] = 1.0
+    seed: Annotated[int, "with --sample-ids, seed of the draws (default {default})"] = 0
 
-    def __bool__(self):
+    def __post_init__(self):
+        """Raise a ValueError that names an option with an impossible value."""
+        if self.top_k is not None and self.sample_ids is not None:
+            raise ValueError(
+                f"--sample-ids={self.sample_ids} cannot be combined with --top-k="
+                f"{self.top_k}, because a student learns from one of them; leave one "
+                "out"
+            )
+        super().__post_init__()
+        is_default = self.temperature == 1 and self.seed == 0
+        if not (self.has_columns or is_default):
+            raise ValueError("--temperature and --seed need --top-k or --sample-ids")
+
+    @property
+    def has_columns(self) -> bool:
+        """True if a column is recorded."""
         return self.top_k is not None or self.sample_ids is not None
 
     @property
@@ -43,7 +76,7 @@ class TeacherColumns:
 
 @functools.partial(jax.jit, static_argnames="columns")
 def token_columns(
-    decoder: LanguageModel,
+    decoder: "LanguageModel",
     tokens: jax.Array,
     labels: jax.Array,
     segment_ids: jax.Array,
@@ -76,24 +109,3 @@ def token_columns(
         count = columns.sample_ids
         recorded["sampled_ids"] = decoder.head.sample_ids(hidden, count, key, **options)
     return stats.logprob, stats.entropy, recorded
-
-
-def check(columns: TeacherColumns) -> None:
-    """Raise a ValueError that names an option with an impossible value."""
-    if columns.top_k is not None and columns.sample_ids is not None:
-        raise ValueError(
-            f"--sample-ids={columns.sample_ids} cannot be combined with --top-k="
-            f"{columns.top_k}, because a student learns from one of them; leave one out"
-        )
-    for flag, count in (
-        ("--top-k", columns.top_k),
-        ("--sample-ids", columns.sample_ids),
-    ):
-        if count is not None:
-            ranges.check(flag, count, ranges.integers(1))
-    if not 0 < columns.temperature < np.inf:
-        raise ValueError(
-            f"--temperature must be positive and finite, got {columns.temperature}"
-        )
-    if not columns and columns != TeacherColumns():
-        raise ValueError("--temperature and --seed need --top-k or --sample-ids")

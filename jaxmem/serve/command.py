@@ -1,8 +1,6 @@
 """`jaxmem serve`: load the model, compile, answer requests until a signal."""
 
 import contextlib
-import dataclasses
-import os
 import sys
 import threading
 import time
@@ -12,8 +10,9 @@ from typing import NamedTuple
 
 from jaxmem.base import messages
 from jaxmem.base.stopping import Stop
-from jaxmem.generate.model import Model, load
+from jaxmem.generate.model import Model
 from jaxmem.serve.completion_request import RequestReader
+from jaxmem.serve.config import TOKEN, ServeRequest
 from jaxmem.serve.decoding_loop import DecodingLoop
 from jaxmem.serve.engine_routes import EngineRoutes
 from jaxmem.serve.http_server import CompletionServer
@@ -22,81 +21,10 @@ from jaxmem.serve.served_weights import ServedWeights, WeightRoots
 from jaxmem.serve.slot_pool import PoolShape
 
 _LONGEST = 2048  # tokens of a prompt and its completion, by default
-_TOKEN = "JAXMEM_ENGINE_TOKEN"
 _LOCAL = ("127.0.0.1", "localhost", "::1")  # addresses of this machine
 _POLL = 0.2  # seconds between two looks for a signal
 _STOPPING = "after requests in progress get the status 503"
 _FAREWELL = 2.0  # seconds for the last answers
-
-
-@dataclasses.dataclass(frozen=True)
-class ServeRequest:
-    """Options of the command; the first ones are as for `jaxmem generate`."""
-
-    model: str
-    adapter: str | None = None
-    dtype: str | None = None
-    base: str | None = None
-    trust_code: bool = False
-    host: str = "127.0.0.1"  # only programs of the same machine can connect
-    port: int = 8000  # 0: a free one
-    slots: int = 16  # rows that are decoded at a time
-    max_len: int | None = None  # None: what the model has room for, at most 2048
-    weights: tuple[str, ...] = ()  # folders below which new weights are loaded
-    token: str | None = None  # that requests must send; None: $JAXMEM_ENGINE_TOKEN
-    name: str | None = None  # of the model in requests; None: `model`
-    # True if answers have the experts of each token
-    enable_return_routed_experts: bool = False
-    max_body: int = 16  # MiB of a request's body
-    max_waiting: int = 4096  # completions that wait for a slot
-    max_logprobs: int = 256  # most probable tokens that a request may ask for
-
-    def __post_init__(self):
-        """Raise a ValueError that names an option with an impossible value."""
-        _check("port", self.port, 0 <= self.port < 2**16, "from 0 to 65535")
-        for name in ("slots", "max_body", "max_waiting"):
-            value = getattr(self, name)
-            _check(name, value, value >= 1, "at least 1")
-        _check("max_logprobs", self.max_logprobs, self.max_logprobs >= 0, "at least 0")
-        enough = self.max_len is None or self.max_len >= 2
-        _check("max_len", self.max_len, enough, "at least 2")
-        secret = self.secret or ""  # an error must not print it
-        if secret != secret.strip() or not secret.isascii():
-            raise ValueError(
-                f"--token, or ${_TOKEN}, must be ASCII characters without spaces "
-                "around them"
-            )
-
-    @property
-    def secret(self) -> str | None:
-        """The token that requests must send; None: none."""
-        return self.token or os.environ.get(_TOKEN) or None
-
-    @property
-    def roots(self) -> WeightRoots:
-        """The folders of new weights.
-
-        Raises:
-            ValueError: one is no folder.
-        """
-        folders = tuple(Path(name).expanduser().resolve() for name in self.weights)
-        for name, folder in zip(self.weights, folders, strict=True):
-            if not folder.is_dir():
-                raise ValueError(f"--weights {messages.name(name)}: no such folder")
-        return WeightRoots(folders)
-
-    def longest(self, model: Model) -> int:
-        """Maximum tokens of a prompt and its completion.
-
-        Raises:
-            ValueError: `max_len` is above the positions of the model.
-        """
-        positions = model.max_positions
-        if self.max_len is None:
-            return min(_LONGEST, positions)
-        expected = f"at most the {positions:,} positions of the model"
-        _check("max_len", self.max_len, self.max_len <= positions, expected)
-        return self.max_len
 
 
 class RunningServer(NamedTuple):
@@ -115,12 +43,12 @@ def run(request: ServeRequest) -> None:
     """
     if request.host not in _LOCAL and request.secret is None:
         print(
-            f"jaxmem: warning: --host {request.host} without --token or ${_TOKEN}: "
+            f"jaxmem: warning: --host {request.host} without --token or ${TOKEN}: "
             "everybody who reaches the port can sample, pause and load weights",
             file=sys.stderr,
         )
     with Stop(_STOPPING) as stop, served(request) as server, stop.deferred():
-        print(f"jaxmem: serving {name_of(request)} at {server.url}", flush=True)
+        print(f"jaxmem: serving {request.served_name} at {server.url}", flush=True)
         while not stop.signal and server.loop.is_alive:
             time.sleep(_POLL)
         if not stop.signal:
@@ -134,17 +62,11 @@ def served(request: ServeRequest) -> Iterator[RunningServer]:
     Raises:
         ValueError: as in `run`.
     """
-    roots = request.roots
+    roots = _roots(request)
     with contextlib.closing(_bound(request)) as server:
-        model = load(
-            request.model,
-            adapter=request.adapter,
-            dtype=request.dtype,
-            trust_code=request.trust_code,
-            base=request.base,
-        )
-        max_len = request.longest(model)
-        weights = ServedWeights(name_of(request), model)
+        model = Model.of(request)
+        max_len = _longest(request, model)
+        weights = ServedWeights(request.served_name, model)
         records = request.enable_return_routed_experts
         if records and model.decoder.config.experts is None:
             raise ValueError(
@@ -183,9 +105,32 @@ def served(request: ServeRequest) -> Iterator[RunningServer]:
             server.wait_for_answers(_FAREWELL)
 
 
-def name_of(request: ServeRequest) -> str:
-    """The model's name in requests."""
-    return request.model if request.name is None else request.name
+def _roots(request: ServeRequest) -> WeightRoots:
+    """The folders of new weights.
+
+    Raises:
+        ValueError: one is no folder.
+    """
+    folders = tuple(Path(name).expanduser().resolve() for name in request.weights)
+    for name, folder in zip(request.weights, folders, strict=True):
+        if not folder.is_dir():
+            raise ValueError(f"--weights {messages.name(name)}: no such folder")
+    return WeightRoots(folders)
+
+
+def _longest(request: ServeRequest, model: Model) -> int:
+    """Maximum tokens of a prompt and its completion.
+
+    Raises:
+        ValueError: `max_len` is above the positions of the model.
+    """
+    positions = model.max_positions
+    if request.max_len is None:
+        return min(_LONGEST, positions)
+    if request.max_len > positions:
+        expected = f"at most the {positions:,} positions of the model"
+        raise ValueError(messages.must_be("--max-len", expected, request.max_len))
+    return request.max_len
 
 
 def _bound(request: ServeRequest) -> CompletionServer:
@@ -199,9 +144,3 @@ def _bound(request: ServeRequest) -> CompletionServer:
             f"--host {request.host} --port {request.port}: {reason}; choose another "
             "address, or --port 0 for a free one"
         ) from error
-
-
-def _check(name: str, value: object, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        flag = f"--{name.replace('_', '-')}"
-        raise ValueError(messages.must_be(flag, expected, value))

@@ -4,8 +4,10 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import pathlib
 import re
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -242,6 +244,39 @@ def test_unfinished_file_belongs_to_its_options(model, sampled, prompts):
     journal.write_text(line + json.dumps({"prompt": "ab"}) + "\n")
     with pytest.raises(ValueError, match="unfinished results of other inputs"):
         written(sampled)
+
+
+def test_unfinished_file_of_version_0_2_is_continued(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = texts.checkpoint("llama", tmp_path)
+    for path in made.iterdir():
+        os.utime(path, (10**9, 10**9))
+    runs.write("in.jsonl", [{"prompt": "ab", "id": 0}, {"prompt": "abc", "id": 1}])
+    config = GenerateConfig(max_new_tokens=4, batch_size=1, stop=("zz",))
+    generator = Generator(generate.load(made, dtype="float32"), config)
+    done = {"prompt": "ab", "completion": "x", "tokens": 1, "finish": "eos", "id": 0}
+    head = {"fingerprint": "84940b528731a7162dc99c04", "source": ""}
+    runs.write("out.jsonl.unfinished", [head, done])
+    rows, log = written(generator)
+    assert rows[0] == done and rows[1]["id"] == 1
+    assert "resuming after prompt 1" in log
+
+
+def test_signal_ends_after_current_prompts(sampled, prompts, monkeypatch):
+    complete = sampled.complete
+
+    def stopped(batch, show=None):
+        monkeypatch.setattr(sampled, "complete", complete)
+        signal.raise_signal(signal.SIGTERM)
+        return complete(batch, show)
+
+    monkeypatch.setattr(sampled, "complete", stopped)
+    with pytest.raises(SystemExit) as caught:
+        written(sampled)
+    assert caught.value.code == 143
+    said = " ".join(pathlib.Path("log.txt").read_text().split())
+    assert "stopped by SIGTERM after prompt 3 of 7, all recorded in" in said
+    assert len(pathlib.Path("out.jsonl.unfinished").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(

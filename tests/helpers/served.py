@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import checkpoints
-from jaxmem.serve import command
+from jaxmem.serve.config import ServeRequest
 from tests.helpers import texts
 
 VOCAB, EOS, LONGEST = 40, 2, 64
@@ -42,7 +42,7 @@ def change_weights(directory):
 def options(directory, **changes):
     """Options of a server in float32 on a free port."""
     plain = dict(dtype="float32", port=0, slots=3, max_len=LONGEST, name="policy")
-    return command.ServeRequest(str(directory), **{**plain, **changes})
+    return ServeRequest(str(directory), **{**plain, **changes})
 
 
 class Gate:

@@ -236,10 +236,10 @@ def test_killed_score_repeats_and_loses_nothing(appends, model, directory, monke
 def test_kill_between_the_last_document_and_the_file(model, directory, monkeypatch):
     write(documents(5))
     with monkeypatch.context() as patched:
-        patched.setattr(journal.Journal, "finish", lambda self: 1 / 0)
+        patched.setattr(journal.Journal, "finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             scored(model)
-    monkeypatch.setattr(run, "_score_rest", None)  # nothing is left to score
+    monkeypatch.setattr(run, "_Work", None)  # nothing is left to score
     summary, records = scored(model)
     assert len(records) == summary.documents == 5
 
@@ -261,6 +261,23 @@ def test_kill_between_file_and_end_of_journal(out, model, directory, monkeypatch
     pathlib.Path(out).write_bytes(made)
     summary, _ = scored(model, out=out)
     assert summary.documents == 5 and pathlib.Path(out).read_bytes() == made
+
+
+def test_journal_of_version_0_2_is_continued(model, directory, monkeypatch):
+    monkeypatch.setattr(run, "_GROUP", 1)
+    model = pathlib.Path(shutil.copytree(model, directory / "model"))
+    for path in model.iterdir():
+        os.utime(path, (10**9, 10**9))
+    write([{"text": "the cat on"}, {"text": "a hat"}])
+    options = dict(top_k=2, temperature=2.0)
+    _, whole = scored(model, out="whole.jsonl", **options)
+    head = {"fingerprint": "d3a6f88e610482a2468fda9f", "source": "data.jsonl"}
+    monkeypatch.setattr(run, "_group_documents", lambda *_: [(0, 1), (1, 2)])
+    write([head, whole[0] | {"tokens": -1}], "scores.jsonl.unfinished")
+    with open("scores.jsonl.unfinished", "a") as file:
+        file.write('{"document": "cut')
+    first, second = scored(model, **options)[1]
+    assert first["tokens"] == -1 and second == whole[1]
 
 
 def test_resume_with_data_named_otherwise(model, directory, monkeypatch):
@@ -343,7 +360,7 @@ def test_full_disk_is_named_and_records_are_kept(model, directory, monkeypatch):
         out = name.removesuffix(".unfinished")
         with no_file_above(limit), monkeypatch.context() as patched:
             if out == "scores.parquet":
-                patched.setattr(journal, "_write_parquet", too_much)
+                patched.setattr(run, "write_parquet", too_much)
             with pytest.raises(OSError) as caught:
                 scored(model, out=out)
         assert str(caught.value).startswith(f"{name}: cannot be written: File too lar")
@@ -446,7 +463,7 @@ def test_score_refuses_bad_arguments(model, directory):
     with pytest.raises(
         ValueError, match="DATA must be a .jsonl, .json, .csv, .tsv, .pa"
     ):
-        ScoreConfig("model", "a.xlsx")
+        score.score(ScoreConfig("model", "a.xlsx"))
 
 
 def test_score_turns_as_the_loss_counts_them(model, directory):

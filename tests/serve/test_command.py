@@ -14,6 +14,7 @@ import pytest
 
 from jaxmem.commands import cli
 from jaxmem.serve import command
+from jaxmem.serve.config import ServeRequest
 from tests.helpers import served, texts
 from tests.helpers.served import send
 
@@ -88,7 +89,7 @@ def test_server_ends_by_a_signal(directory, capfd, number, status):
 )
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ValueError) as raised:
-        command.ServeRequest("model", **options)
+        ServeRequest("model", **options)
     assert str(raised.value).startswith(message)
     assert "a b" not in str(raised.value)
 
@@ -176,8 +177,8 @@ def test_missing_folder_of_weights_is_named(directory, tmp_path):
 
 def test_token_is_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("JAXMEM_ENGINE_TOKEN", "secret")
-    assert command.ServeRequest("model").secret == "secret"
-    assert command.ServeRequest("model", token="other").secret == "other"
+    assert ServeRequest("model").secret == "secret"
+    assert ServeRequest("model", token="other").secret == "other"
 
 
 def test_options_are_documented(capsys):

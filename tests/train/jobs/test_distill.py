@@ -19,7 +19,7 @@ from jaxmem.data import teacher_files
 from jaxmem.data.documents import Batch, DataConfig
 from jaxmem.data.records import DataError
 from jaxmem.heads.nnx import LMHead
-from jaxmem.score import journal
+from jaxmem.score import document_scores
 from jaxmem.train import configuration, jobs, saved
 from jaxmem.train.jobs.distill import job as distill, sources
 from jaxmem.train.jobs.distill.program import DistillProgram, TeacherStates
@@ -386,7 +386,7 @@ def columns_of(data, options, columns_at_once):
 
 def scored(*options, out="teacher.parquet"):
     data = pathlib.Path("data.jsonl").read_text()
-    made = columns_of(data, options, journal._COLUMNS_AT_ONCE)
+    made = columns_of(data, options, document_scores._COLUMNS_AT_ONCE)
     pathlib.Path(out).write_bytes(made)
     return out
 
@@ -404,7 +404,7 @@ OFFLINE = "distill.mode=offline", "data.source=teacher.parquet"
     ],
 )
 def test_student_learns_from_a_file_and_resumes(options, streamed, monkeypatch):
-    monkeypatch.setattr(journal, "_COLUMNS_AT_ONCE", 1000)
+    monkeypatch.setattr(document_scores, "_COLUMNS_AT_ONCE", 1000)
     scored(*options)
     given = [*OFFLINE, *streamed]
     result, _ = train(*given)
