@@ -41,7 +41,7 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
     _check_request(request, out)
     manager = TaskManager(include_path=request.include)
     names = _known_tasks(request.tasks, manager)
-    model = Model.of(request)
+    model = Model.of(request, request.chat_template_kwargs)
     evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
     results = evaluate(
         HarnessModel(model, str(directory), request.max_tokens, request.batch_size),

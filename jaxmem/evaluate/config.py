@@ -4,12 +4,12 @@ import dataclasses
 from typing import Annotated
 
 from jaxmem.base import options
-from jaxmem.base.command_options import Flag, ModelOptions
+from jaxmem.base.command_options import Flag, ModelOptions, TemplateOptions
 from jaxmem.base.ranges import integers
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateRequest(ModelOptions):
+class EvaluateRequest(TemplateOptions, ModelOptions):
     """Options of the command: a model, tasks and limits."""
 
     _: dataclasses.KW_ONLY
@@ -45,3 +45,8 @@ class EvaluateRequest(ModelOptions):
         Flag(metavar="FILE.json"),
         "file for the results (default: eval.json in the run's directory)",
     ] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chat_template_kwargs is not None and not self.chat:
+            raise ValueError("--chat-template-kwargs needs --chat")

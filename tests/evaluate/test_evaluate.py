@@ -236,6 +236,32 @@ def test_eval_codes_the_base(directory, tasks, tmp_path):
     assert made["results"]["words"]["exact_match,none"] == pytest.approx(2 / 3)
 
 
+def test_eval_sets_variables_of_the_template(directory, tasks, tmp_path, monkeypatch):
+    directory = shutil.copytree(directory, tmp_path / "model")
+    template = "{% if thinks is defined and not thinks %}[]{% endif %}" + TEMPLATE
+    (directory / "chat_template.jinja").write_text(template)
+    evaluate, texts = command.lm_eval.simple_evaluate, []
+
+    def spied(model, **options):
+        turns = [{"role": "user", "content": "noon"}]
+        texts.append(model.apply_chat_template(turns))
+        return evaluate(model, **options)
+
+    monkeypatch.setattr(command.lm_eval, "simple_evaluate", spied)
+    given = ["eval", str(directory), "--include", str(tasks), "--tasks", "choices"]
+    given += ["--dtype", "float32", "--chat"]
+    for name, more in (
+        ("plain", []),
+        ("made", ['--chat-template-kwargs={"thinks":0}']),
+    ):
+        out = tmp_path / f"{name}.json"
+        assert cli.main([*given, "--out", str(out), *more]) == 0
+    assert texts[1] == "[]" + texts[0]
+    assert json.loads(out.read_text())["options"]["chat_template_kwargs"] == {
+        "thinks": 0
+    }
+
+
 def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
     given = ["eval", str(directory), "--include", str(tasks)]
     out = ["--out", str(tmp_path / "x.json")]
@@ -250,6 +276,10 @@ def test_eval_refuses_bad_arguments(directory, tasks, tmp_path, capsys):
             "--include nowhere: the folder does not exist",
         ),
         ([*out, "--shots", "-1"], "--shots must be at least 0, got -1"),
+        (
+            [*out, '--chat-template-kwargs={"a": 1}'],
+            "--chat-template-kwargs needs --chat",
+        ),
     ):
         assert cli.main([*given, "--tasks", "choices", *more]) == 2
         assert said in capsys.readouterr().err
