@@ -237,7 +237,8 @@ ERRORS = [
     ({"vocab_size": Traced(4)}, ValueError, _vocab_size(TRACED)),
     # gradient
     ({"gradient": 2}, TypeError,
-     "gradient must be None, jaxmem.Recompute(blocks) or jaxmem.Sample(k), got 2"),
+     "gradient must be None, jaxmem.Recompute(blocks), jaxmem.Sample(k) or "
+     "jaxmem.Recorded(entries), got 2"),
     # vocab_groups
     ({"vocab_groups": 6}, ValueError,
      "vocab_groups must be a power of two, at least 2, or None, got 6"),

@@ -153,13 +153,13 @@ def check(entries: Any, shape: tuple[int, ...]) -> RecordedEntries:
 
 
 def read(entries: Any, spec: Spec, shape: tuple[int, ...]) -> RecordedEntries:
-    """`check`, with all tokens in one axis, in the statistics' dtype; constants."""
+    """`check`, with all tokens in one axis, in the statistics' dtype."""
     arrays = check(entries, shape)
     columns, *floats = (
         jnp.reshape(x, (math.prod(shape), *x.shape[len(shape) :])) for x in arrays
     )
     floats = (x.astype(spec.stats_dtype) for x in floats)
-    return lax.stop_gradient(RecordedEntries(columns.astype(jnp.int32), *floats))
+    return RecordedEntries(columns.astype(jnp.int32), *floats)
 
 
 class OwnEntries(NamedTuple):
@@ -181,7 +181,8 @@ def own_entries(spec: Spec, rows: TokenRows) -> OwnEntries:
     if spec.is_part:  # most slots are of other shards
         columns, logits = lax.sort((columns, logits), num_keys=1)
         live = columns < spec.columns
-    p = jnp.where(live, jnp.exp(logits - kept.logsumexp[:, None]), 0)
+    log_p = jnp.minimum(logits - kept.logsumexp[:, None], 0)
+    p = jnp.where(live, jnp.exp(log_p), 0)
     sampling = sampling_of(kept.k, spec.all_columns)
     return OwnEntries(columns, logits, column_sampling.inverse(sampling, p))
 

@@ -48,9 +48,10 @@ def logprobs(
             nothing.
         temperature: positive scalar or one per token, [...]; not differentiable.
         gradient: None, `jaxmem.Recompute(blocks)` or `jaxmem.Sample(k)`: how gradients
-            are computed. Where neither W nor bias is differentiated, None takes two
-            GEMMs in all instead of four, and rounds hidden's gradient to its dtype
-            before and after scaling it; `Recompute()` takes three, and least memory.
+            are computed. With `jaxmem.Recorded(entries)`, results are estimates too.
+            Where neither W nor bias is differentiated, None takes two GEMMs in all
+            instead of four, and rounds hidden's gradient to its dtype before and after
+            scaling it; `Recompute()` takes three, and least memory.
         key: PRNG key of `Sample(k)`, or one per token, [...]; another one each step. A
             token's samples depend on the key and its position only: the devices of a
             `jax.shard_map`, the examples of a `jax.vmap` and the steps of a scan need

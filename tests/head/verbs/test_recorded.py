@@ -330,7 +330,7 @@ def test_slots_that_do_not_count():
     more = jnp.stack([jnp.full(N, V), jnp.full(N, -1), jnp.asarray(y)], axis=1)
     wide = entries._replace(
         columns=jnp.concatenate([more.astype(jnp.int32), entries.columns], axis=1),
-        logits=jnp.concatenate([jnp.full((N, 3), 9.0), entries.logits], axis=1),
+        logits=jnp.concatenate([jnp.full((N, 3), 1.0), entries.logits], axis=1),
     )
     got = jaxmem.logprobs(new_h, new_W, y, gradient=Recorded(wide))
     # With three more slots, columns count as drawn with larger probabilities.
@@ -428,6 +428,32 @@ def test_no_product_over_the_vocabulary():
         return jnp.sum(jaxmem.logprobs(h, W, y, gradient=gradient))
 
     assert "dot_general" not in str(jax.make_jaxpr(jax.grad(loss))(h))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verb", ["logprobs", "token_loss"])
+def test_memory_as_documented(verb):
+    n, d, v, k = 1024, 32, 8192, 32
+    floats = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((n, k), *[(n,)] * 4)]
+    columns = jax.ShapeDtypeStruct((n, k), jnp.int32)
+    entries = jaxmem.RecordedEntries(columns, *floats)
+    h, W = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((n, d), (v, d)))
+    labels = jax.ShapeDtypeStruct((n,), jnp.int32)
+
+    def loss(h, W, y, entries):
+        options = {"gradient": Recorded(entries), "chunk": 64}
+        if verb == "logprobs":
+            return jnp.sum(jaxmem.logprobs(h, W, y, **options))
+        return jaxmem.token_loss(
+            lambda stats: stats.entropy - stats.logprob, h, W, y, **options
+        )[0]
+
+    for wanted, a_slot, sums in ((0,), 32, 0), ((0, 1), 40, 4 * v * d):
+        run = jax.jit(jax.grad(loss, wanted))
+        program = run.lower(h, W, labels, entries).compile()
+        temp = program.memory_analysis().temp_size_in_bytes
+        want = a_slot * n * (k + 1) + sums
+        assert 0.5 * want < temp < 1.1 * want
 
 
 @pytest.mark.parametrize("split", [
