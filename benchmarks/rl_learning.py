@@ -11,6 +11,9 @@ the shares of tokens whose ratio of the trainer's probability to the sampler's i
 fractions: rewards by rollout where a share `grpo.token_fraction` of the tokens is
 learned from: as runs draw them, in proportion to bounds of their gradients, and, for
 comparison, with equal probabilities.
+
+entries: rewards of the last rollouts with exact gradients, with sampled ones, and from
+entries that the sampler records, with the median seconds of phases.
 """
 
 import concurrent.futures
@@ -18,6 +21,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import statistics
 from collections.abc import Iterator
 from unittest import mock
 
@@ -95,6 +99,12 @@ def fractions(shares, config, seeds, workers, overrides) -> Iterator[dict]:
         for draw in ("importance", "uniform")[: 2 if share < 1 else 1]
         for seed in range(seeds)
     ]
+    given = [(config, *run, overrides) for run in runs]
+    yield from itertools.chain.from_iterable(on_cores(workers, _fraction, given))
+
+
+def on_cores(workers, run, given) -> Iterator:
+    """Results of run(*arguments) in processes, `workers` at a time, on a core each."""
     context = multiprocessing.get_context("spawn")
     cores = context.Queue()
     for core in itertools.islice(itertools.cycle(os.sched_getaffinity(0)), workers):
@@ -102,12 +112,7 @@ def fractions(shares, config, seeds, workers, overrides) -> Iterator[dict]:
     with concurrent.futures.ProcessPoolExecutor(
         workers, context, initializer=_use_core, initargs=(cores,)
     ) as pool:
-        pending = [
-            pool.submit(_fraction, config, share, draw, seed, overrides)
-            for share, draw, seed in runs
-        ]
-        for run in pending:
-            yield from run.result()
+        yield from pool.map(run, *zip(*given, strict=True))
 
 
 def _use_core(cores) -> None:
@@ -128,6 +133,56 @@ def _fraction(config, share, draw, seed, overrides) -> list[dict]:
     facts = {"config": config, "token_fraction": share, "draw": draw, "seed": seed}
     facts |= {"run_cpu_seconds": round(cpu)}
     return [*some_steps(history, facts, FRACTIONS, 10)]
+
+
+HEADS = {
+    "exact": (),
+    "sampled": ("head.gradient=('sample', 4)",),
+    "recorded": ("head.gradient=('recorded', 4)",),
+    "recorded, bound 0.1": (
+        "head.gradient=('recorded', 4)",
+        "grpo.max_head_error=0.1",
+    ),
+}
+LAST = 20  # rollouts whose rewards are averaged
+
+
+def entries(heads, seeds, workers, overrides) -> Iterator[dict]:
+    """A row of each head and seed: `workers` runs at a time, on a core each."""
+    runs = [(head, seed, overrides) for head in heads for seed in range(seeds)]
+    yield from on_cores(workers, _entries, runs)
+
+
+def _entries(head, seed, overrides) -> dict:
+    """The row of one run."""
+    given = (*HEADS[head], f"run.seed={seed}", *overrides)
+    history, _, (wall, _) = run_grpo.train(REPLAYED, given)
+    errors = [step.head_error for step in history if step.head_error is not None]
+    checked = sum(step.head_checked or 0 for step in history)
+    rejected = sum(step.head_rejected or 0 for step in history)
+
+    def mean(name):
+        values = [getattr(step, name) for step in history[-LAST:]]
+        return run_grpo.rounded(statistics.mean(values))
+
+    def median(name):
+        values = [getattr(step, name) for step in history]
+        return run_grpo.rounded(statistics.median(values))
+
+    return {
+        "config": REPLAYED,
+        "head": head,
+        "seed": seed,
+        "rollouts": len(history),
+        "last_reward": mean("reward"),
+        "last_accuracy": mean("accuracy"),
+        "last_entropy": mean("entropy"),
+        "head_error": run_grpo.rounded(statistics.median(errors)) if errors else "",
+        "rejected_share": round(rejected / checked, 4) if checked else "",
+        "rollout_seconds": median("rollout_seconds"),
+        "update_seconds": median("update_seconds"),
+        "run_seconds": round(wall),
+    }
 
 
 def some_steps(history, facts, fields, every) -> Iterator[dict]:

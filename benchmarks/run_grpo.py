@@ -25,6 +25,7 @@ from jaxmem.train.jobs.rollout import prompt_tasks
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")
+OF_ENTRIES = "forward_error", "head_error", "head_rejected", "head_checked"
 FIELDS = ("reward", "accuracy", "entropy", "sum_pi_squared", "kl", "mismatch_max")
 
 
@@ -123,6 +124,7 @@ def _of(name, overrides, summary, last):
             "program_gib": round(told["peak"] / 2**30, 2),
             "device_peak_gib": rounded(summary["peak_gib"]),
             "mismatch_mean": rounded(last["mismatch_mean"]),
+            **{k: rounded(last[k]) for k in OF_ENTRIES if last.get(k) is not None},
         }
         for phase, told in summary["phases"].items()
     ]

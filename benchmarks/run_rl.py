@@ -3,6 +3,7 @@
     python -m benchmarks.run_rl curves
     python -m benchmarks.run_rl replay
     python -m benchmarks.run_rl fractions 1.0 0.5 0.25 --workers 16
+    python -m benchmarks.run_rl entries --workers 12
     python -m benchmarks.run_rl tokens
     python -m benchmarks.run_rl calculator
     python -m benchmarks.run_rl mismatch
@@ -15,8 +16,8 @@
         --out turns_h100.csv
     python -m benchmarks.run_rl passes --out passes_h100.csv
 
-`rl_learning` describes curves, replay and fractions, `rl_tokens` the variance that
-fractions of the tokens add, `rl_calculator` a policy that learns to use a tool,
+`rl_learning` describes curves, replay, fractions and entries, `rl_tokens` the variance
+that fractions of the tokens add, `rl_calculator` a policy that learns to use a tool,
 `rl_mismatch` mismatch and routes, `rl_sampler` refill and turns, and `rl_passes`
 passes. Overrides of a config follow on `--set`.
 """
@@ -49,6 +50,14 @@ def fractions(args):
         args.share, args.config, args.seeds, args.workers, args.set
     )
     write(args.out or "grpo_fractions_cpu.csv", rows)
+
+
+def entries(args):
+    from benchmarks import rl_learning
+
+    heads = args.head or list(rl_learning.HEADS)
+    rows = rl_learning.entries(heads, args.seeds, args.workers, args.set)
+    write(args.out or "grpo_entries_cpu.csv", rows)
 
 
 def tokens(args):
@@ -149,6 +158,10 @@ def make_parser():
     argument = add(fractions)
     argument("share", type=float, nargs="+", help="of the tokens")
     argument("--config", default="grpo_arithmetic_multitoken.gin")
+    argument("--seeds", type=int, default=3)
+    argument("--workers", type=int, default=1, help="runs at a time, on a core each")
+    argument = add(entries)
+    argument("--head", action="append", help="one of rl_learning.HEADS; repeat")
     argument("--seeds", type=int, default=3)
     argument("--workers", type=int, default=1, help="runs at a time, on a core each")
     argument = add(tokens)

@@ -334,6 +334,7 @@ def test_rl_rows_have_first_last_and_some_steps():
         "turns --turns 2 --repetitions=1",
         "replay --steps=2",
         "fractions 0.5 1.0 --seeds=1 --config=grpo_arithmetic.gin",
+        "entries --head recorded --seeds=1",
         "tokens --count=50 --vocab-size=32",
         "curves --seeds=1",
         "calculator --seeds=1 --text-steps=2 --rollouts=2",
@@ -351,7 +352,7 @@ def test_run_rl_writes_rows_of_each_question(question, tmp_path):
     if name == "passes":
         policy = "model.layers=2 model.hidden=32 model.ff=32 model.heads=2".split()
         policy += "model.kv_heads=1 model.head_dim=16 model.vocab_size=64".split()
-    learns = name in ("replay", "fractions", "curves", "passes")
+    learns = name in ("replay", "fractions", "entries", "curves", "passes")
     overrides = [f"--set={word}" for word in policy] if learns else []
     run_rl.main([*question.split(), *overrides, f"--out={out}"])
     rows = results.read(out)

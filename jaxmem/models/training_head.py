@@ -12,7 +12,7 @@ from jaxmem.base.fields import Must, check
 from jaxmem.base.rules import needs, refused
 from jaxmem.head.backends import choose
 from jaxmem.head.maths import gradients
-from jaxmem.head.maths.gradients import Sample
+from jaxmem.head.maths.gradients import Record, Sample
 from jaxmem.heads.nnx import LMHead
 from jaxmem.models import embedding, lora, partitioning
 from jaxmem.models.config import ModelConfig
@@ -55,8 +55,9 @@ class HeadConfig:
         'fused only: method of the gradients, see jaxmem.logprobs. ("recompute", B) '
         "computes the gradient of the vocabulary matrix for one of B blocks of the "
         'vocabulary after another; ("sample", k) draws k entries of each token\'s '
-        'derivative; ("sample", k, "int8") also computes its logits in 8 bits. None: '
-        "exact gradients, all at once",
+        'derivative; ("sample", k, "int8") also computes its logits in 8 bits. In job '
+        '"grpo", ("recorded", k) computes only the logits of k entries that were '
+        "recorded when the token was sampled. None: exact gradients, all at once",
     ] = None
     implementation: Annotated[
         str | None,
@@ -103,7 +104,20 @@ class HeadConfig:
     @property
     def samples(self) -> int | None:
         """Entries of a token that are sampled; None where gradients are exact."""
-        return self.sample and self.sample.k
+        return self.recorded or (self.sample and self.sample.k)
+
+    @property
+    def recorded(self) -> int | None:
+        """Entries of a token that are recorded before its loss; None: no loss does."""
+        gradient = gradients.from_literal(self.gradient)
+        return gradient.k if isinstance(gradient, Record) else None
+
+    @property
+    def exact_forward(self) -> "HeadConfig":
+        """These options with ("sample", k) for ("recorded", k)."""
+        if self.recorded is None:
+            return self
+        return dataclasses.replace(self, gradient=("sample", self.recorded))
 
     def using(self, logits: str) -> "HeadConfig":
         """These options with other `logits`, for comparison; materialised is exact."""
@@ -117,8 +131,8 @@ def head_options(head: HeadConfig) -> dict[str, Any]:
     """The keyword arguments of `LMHead` for these options."""
     return {
         "chunk": head.chunk,
-        # Each call says how it samples, with a key: evaluations do not.
-        "gradient": None if head.sample else gradients.from_literal(head.gradient),
+        # Each call says how it samples, with a key or entries: evaluations do not.
+        "gradient": None if head.samples else gradients.from_literal(head.gradient),
         "implementation": head.implementation,
         "vocab_groups": head.vocab_groups,
     }

@@ -99,6 +99,17 @@ class Sample:
         return {"gradient_samples": self.k, "forward": self.forward}
 
 
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """`jaxmem.Recorded` in a configuration, before there are entries: k of a token."""
+
+    k: int
+
+    def __post_init__(self):
+        """Raise a ValueError for what is no positive integer."""
+        ranges.check("Record.k", self.k, _COUNTS)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["entries"], meta_fields=[]
 )
@@ -148,6 +159,8 @@ class Recorded:
 
 Gradient = Recompute | Sample | Recorded
 KINDS: dict[str, type] = {"recompute": Recompute, "sample": Sample}
+# Classes by their names in gin files.
+_SPELLED = KINDS | {"recorded": Record}
 
 
 def check(gradient: Gradient | None) -> Gradient | None:
@@ -191,18 +204,20 @@ def no_recorded(reason: str) -> NotImplementedError:
     )
 
 
-def from_literal(value: object) -> Gradient | None:
+def from_literal(value: object) -> Gradient | Record | None:
     """The gradient that a gin file spells as None, or as a name and arguments.
 
-    These are ("recompute", blocks), ("sample", k) and ("sample", k, "int8").
+    These are ("recompute", blocks), ("sample", k), ("sample", k, "int8") and
+    ("recorded", k).
     """
     if value is None:
         return None
-    if isinstance(value, tuple) and value and value[0] in KINDS:
-        kind = KINDS[value[0]]
+    if isinstance(value, tuple) and value and value[0] in _SPELLED:
+        kind = _SPELLED[value[0]]
         if 2 <= len(value) <= 1 + len(dataclasses.fields(kind)):
             return kind(*value[1:])
     raise ValueError(
-        'gradient must be None, ("recompute", blocks), ("sample", k) or '
-        f'("sample", k, "int8"), got {messages.short(value)}'
+        'gradient must be None, ("recompute", blocks), ("sample", k), '
+        '("sample", k, "int8") or, for run.job="grpo", ("recorded", k), got '
+        f"{messages.short(value)}"
     )

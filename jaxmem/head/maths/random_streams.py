@@ -21,6 +21,7 @@ class Stream(enum.IntEnum):
     MINIBATCHES = 0x6D696E69  # which samples are in which minibatch
     PAIRS = 0x70616972  # the order of preferences
     PREFIXES = 0x70726566  # where completions are cut
+    PROBES = 0x70726265  # tokens at which a head that estimates is compared
     PROBLEMS = 0x70726F62  # generated arithmetic
     PROMPTS = 0x70726F6D  # the order of prompts
     ROLLOUTS = 0x726F6C6C  # a policy's samples

@@ -62,8 +62,11 @@ class AccumulatedProgram(DecoderProgram):
         arguments: tuple,
         head: HeadConfig,
         kept: Sequence[str] = (),
+        check: Callable[[Any, dict[str, jax.Array]], Any] | None = None,
     ) -> jax.stages.Traced:
         """Trace the addition of a micro-batch to the sums, which are consumed.
+
+        It returns the sums, the metrics `kept` of tokens and the result of `check`.
 
         Args:
             loss: maps trained weights, frozen weights, `arguments` and the numbers of a
@@ -72,6 +75,9 @@ class AccumulatedProgram(DecoderProgram):
             arguments: shapes of the micro-batch and of what else the loss reads.
             head: its options.
             kept: names of the metrics that are returned for each token as well.
+            check: maps the micro-batch and the metrics of its tokens to a result whose
+                `rejected` is a scalar; where that is True, nothing is added to the
+                sums. None: all is added.
         """
 
         def run(
@@ -81,10 +87,13 @@ class AccumulatedProgram(DecoderProgram):
             (_, (value, metrics, routed)), slopes = gradients(
                 params, frozen, *arguments
             )
+            checked = None if check is None else check(arguments[0], metrics)
             of_tokens = tuple(metrics.pop(name, None) for name in kept)
             metrics = {name: jnp.sum(x) for name, x in metrics.items()}
             terms = AccumulatedSums(value, metrics, as_stored(slopes), routed)
-            return add_in_float32(sums, terms), of_tokens
+            if checked is not None:  # not a product, because 0 · NaN would be NaN
+                terms = jax.tree.map(lambda x: jnp.where(checked.rejected, 0, x), terms)
+            return add_in_float32(sums, terms), (of_tokens, checked)
 
         sums, options = self.sums(), self.compiler_options
         jitted = self.layout.jit(

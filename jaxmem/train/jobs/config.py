@@ -13,6 +13,7 @@ from jaxmem.base.rules import (
     refused,
     stays,
     unfit,
+    unread,
     wrong,
 )
 from jaxmem.data.documents import DataConfig
@@ -20,6 +21,7 @@ from jaxmem.data.tasks import TaskConfig
 from jaxmem.models.positions import Branches
 from jaxmem.models.sampling import SamplingConfig
 from jaxmem.train.jobs.distill_objective import DistillConfig
+from jaxmem.train.jobs.forward_passes import ForwardPasses
 from jaxmem.train.jobs.pair_objective import DpoConfig
 from jaxmem.train.jobs.policy_losses import POLICY_LOSSES
 from jaxmem.train.jobs.policy_objective import GrpoConfig
@@ -339,6 +341,11 @@ class GrpoJobConfig(JobConfig):
             "its own ratio",
             lambda config: config.grpo.correction is not None,
         ),
+        unread(
+            "grpo.max_head_error",
+            'without head.gradient=("recorded", k), whose error it bounds',
+            lambda config: config.head.recorded is None,
+        ),
         *_room_for_answers(lambda config: True),
         stays(
             "run.accumulate",
@@ -378,9 +385,25 @@ class GrpoJobConfig(JobConfig):
 
         A user's loss is loaded for it.
         """
-        if self.grpo.forward_passes or self.grpo.has_reference:
+        if self.passes.count or self.grpo.has_reference:
             slots = self.grpo.max_tokens_forward
             _check_divides("grpo.max_tokens_forward", slots, self)
+
+    @property
+    def passes(self) -> ForwardPasses:
+        """The forward passes over a rollout.
+
+        Its sampler records entries unless a rollout function makes transcripts of the
+        samples, or a correction compares the trainer with the sampler.
+        """
+        if self.head.recorded is None:
+            return ForwardPasses(self.grpo)
+        by_sampler = (
+            self.samples_itself
+            and self.task.rollout is None
+            and self.grpo.correction in (None, "ratio")
+        )
+        return ForwardPasses(self.grpo, "sampler" if by_sampler else "old pass")
 
     @property
     def longest(self) -> int:

@@ -27,7 +27,8 @@ from jaxmem.base.fields import Must, check, check_rules
 from jaxmem.base.ranges import integers, reals
 from jaxmem.base.rules import must, wrong
 from jaxmem.data.documents import Batch
-from jaxmem.head.maths.gradients import Sample
+from jaxmem.head.maths.gradients import Recorded, Sample
+from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.heads.nnx import LMHead
 from jaxmem.packing import Supports
 from jaxmem.train.jobs import policy_losses
@@ -162,6 +163,13 @@ class GrpoConfig:
         "bound of their gradients, by which their losses are divided, so that the "
         "expected gradient stays the same",
     ] = 1.0
+    max_head_error: Annotated[
+        float,
+        reals(above=0),
+        'with head.gradient=("recorded", k): a micro-batch takes an exact forward pass '
+        "if the error of its log-probabilities, in nats, exceeds this: the error that "
+        "is estimated from all tokens, or the one that is measured at a few",
+    ] = 0.01
 
     RULES = (
         *(
@@ -301,44 +309,9 @@ class GrpoConfig:
         return self.correction_row.weights is not None and not self.drops_sequences
 
     @property
-    def starts_from_sampler(self) -> bool:
-        """True if the loss's old log-probabilities are the sampler's."""
-        return self.correction == "ratio"
-
-    @property
     def keeps_at_random(self) -> bool:
         """True if updates learn from random tokens, each with its own weight."""
         return self.token_fraction < 1 or self.prefix_cut is not None
-
-    @property
-    def reads_own_old(self) -> bool:
-        """True if the first update's forward pass replaces the old pass of its samples.
-
-        False where a correction drops sequences, which needs all log-probabilities
-        before any gradient; and where a later epoch learns from tokens that the first
-        one leaves out.
-        """
-        return not self.drops_sequences and (
-            self.token_fraction == 1 or self.epochs == 1 or self.starts_from_sampler
-        )
-
-    @property
-    def has_old_pass(self) -> bool:
-        """True if a forward pass measures log-probabilities before the first update."""
-        if self.starts_from_sampler:
-            return False
-        return self.minibatches > 1 or not self.reads_own_old
-
-    @property
-    def forward_passes(self) -> float:
-        """Number of forward-only passes over a rollout, without the reference's.
-
-        A loss of sequence ratios reads each minibatch once more, except the first one
-        where the ratio to its old log-probabilities is 1.
-        """
-        first = 0.0 if self.starts_from_sampler else 1 / self.minibatches
-        old = 1.0 - first * self.reads_own_old if self.has_old_pass else 0.0
-        return old + self.has_sequence_ratio * (self.epochs - first)
 
     @property
     def samples(self) -> int:
@@ -373,12 +346,29 @@ class PolicyBatch(NamedTuple):
     routes: np.ndarray | jax.Array | None = None  # [B, T, ...] that are replayed
     # weights of the tokens in sums of metrics; None: all are 1
     inverse: np.ndarray | jax.Array | None = None
+    # of the tokens' softmax when they were sampled, or before the first update; None:
+    # the loss reads none
+    entries: RecordedEntries | None = None
+    # [B, T] True for tokens whose exact log-probability is computed, too; with entries
+    probed: np.ndarray | jax.Array | None = None
 
     def of_tokens(self) -> dict[str, np.ndarray | jax.Array]:
         """The arrays [B, T] that the objective reads, by name."""
-        others = "batch", "supports", "share", "routes", "inverse"
+        others = (
+            "batch", "supports", "share", "routes", "inverse", "entries", "probed"
+        )  # fmt: skip
         fields = self._asdict().items()
         return {k: x for k, x in fields if x is not None and k not in others}
+
+
+class HeadCheck(NamedTuple):
+    """Errors of the log-probabilities that recorded entries give in a micro-batch."""
+
+    rejected: Any  # bool: an error is above grpo.max_head_error, or undefined
+    # root mean square of the standard deviations that are estimated, over all tokens
+    estimated: Any
+    squared_error: Any  # sum over the tokens that are probed
+    probed: Any  # number of these
 
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:
@@ -441,6 +431,8 @@ class PolicyHeadOptions:
     max_ids: int | None = None  # of a token's support; None without supports
     sample: Sample | None = None  # how to sample the gradient, where "fused"
     key: jax.Array | None = None  # with `sample`
+    # True: from the micro-batch's entries, where "fused"
+    recorded: bool = False
 
 
 def policy_loss(
@@ -467,7 +459,7 @@ def policy_loss(
             *per_token,
             normalizer=normalizer,
             temperature=call.temperature,
-            gradient=call.sample,
+            gradient=Recorded(micro_batch.entries) if call.recorded else call.sample,
             key=call.key,
         )
     stats, whole = _head_stats(head, hidden, labels, call), {}

@@ -12,6 +12,8 @@ import jaxmem
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo.minibatches import TokenDraw
+from jaxmem.train.jobs.policy_objective import HeadCheck
+from jaxmem.train.jobs.rollout.entries import RolloutEntries
 from jaxmem.train.jobs.rollout.nested_rows import join
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
 from jaxmem.train.jobs.rollout.prompts import Graded, PromptIds
@@ -23,9 +25,10 @@ class Rollout(NamedTuple):
 
     prompts: PromptIds
     completions: Completions
-    samples: Samples  # without support_ids
+    samples: Samples  # without support_ids and entries
     # ids that the tokens were drawn from; None: the vocabulary
     supports: RolloutSupports | None
+    entries: RolloutEntries | None  # of the sampler; None: it records none
     graded: Graded
     advantages: np.ndarray  # [N]; or [N, R] of tokens, where turns are compared
     truncated: np.ndarray  # [N] bool, completions without an end
@@ -129,6 +132,7 @@ class Update(NamedTuple):
     routed: Any = None  # `balance.Routed`, of a model with experts
     # the tokens that were drawn by grpo.token_fraction; None: all
     draw: TokenDraw | None = None
+    checks: Sequence[HeadCheck] = ()  # of micro-batches with entries
 
 
 def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
@@ -146,6 +150,20 @@ def of_updates(updates: Sequence[Update]) -> dict[str, float | None]:
         "grad_norm": float(np.mean([update.grad_norm for update in updates])),
         **({"kl": None} | per_token),
         **_of_draws([update.draw for update in updates if update.draw is not None]),
+        **_of_checks([check for update in updates for check in update.checks]),
+    }
+
+
+def _of_checks(checks: Sequence[HeadCheck]) -> dict[str, float | None]:
+    """Errors of log-probabilities from entries, as fields of `PolicyMetrics`."""
+    if not checks:
+        return {}
+    probed = sum(int(check.probed) for check in checks)
+    squares = sum(float(check.squared_error) for check in checks)
+    return {
+        "head_error": math.sqrt(squares / probed) if probed else None,
+        "head_rejected": sum(bool(check.rejected) for check in checks),
+        "head_checked": len(checks),
     }
 
 

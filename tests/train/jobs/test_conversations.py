@@ -127,7 +127,7 @@ class Reader:
             return SimpleNamespace(
                 tokens=np.tile(row, (count, 1)), lengths=np.full(count, len(ids)),
                 logprobs=np.full((count, 4), -1.0 - turn), support_ids=None,
-                routes=np.full((count, 3, 1, 1), turn),
+                routes=np.full((count, 3, 1, 1), turn), entries=None,
             )  # fmt: skip
 
         return self.task.play(asked, sample)
@@ -445,6 +445,23 @@ def test_cache_kept_over_turns_changes_nothing(keeps, overrides, monkeypatch):
     np.testing.assert_array_equal(kept.supports.csr.ids, again.supports.csr.ids)
 
 
+@pytest.mark.full
+def test_entries_are_recorded_in_every_turn(monkeypatch):
+    """A turn that continues a cache records those of one that reads all again."""
+    recorded = 'head.gradient=("recorded", 8)'
+    job, kept = rolled_out(recorded)
+    own, numbers = np.asarray(kept.samples.mask), kept.entries.numbers
+    assert job.program.keeps_cache and kept.sampled["turns"] > 1
+    logprobs = np.asarray(kept.samples.logprobs)
+    np.testing.assert_allclose(kept.entries.logprobs[own], logprobs[own], atol=1e-5)
+    assert not kept.entries.logprobs[~own].any()  # of replies
+    monkeypatch.setattr(SamplingProgram, "keeps_cache", False)
+    _, again = rolled_out(recorded)
+    assert_same(kept, again)
+    for ours, theirs in zip(kept.entries.recorded, again.entries.recorded, strict=True):
+        np.testing.assert_allclose(ours[numbers[own]], theirs[numbers[own]], atol=2e-5)
+
+
 def assert_same(kept, again):
     for name in ("tokens", "mask", "lengths"):
         ours, theirs = getattr(kept.samples, name), getattr(again.samples, name)
@@ -656,7 +673,7 @@ def test_environments_close_with_conversations():
         rows = np.tile(np.array([A, END, 0, 0], np.int32), (16, 1))
         return SimpleNamespace(
             tokens=rows, lengths=np.full(16, 2), logprobs=np.zeros((16, 4)),
-            support_ids=None, routes=None,
+            support_ids=None, routes=None, entries=None,
         )  # fmt: skip
 
     reader.task.play(asked, sample)

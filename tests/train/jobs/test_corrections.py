@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmem.train.jobs.forward_passes import ForwardPasses
 from jaxmem.train.jobs.grpo.minibatches import Minibatch
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import (
@@ -77,9 +78,9 @@ def test_grpo_config_refuses_contradictions(fields, message):
     ],
 )
 def test_forward_passes_over_a_rollout(fields, old, passes):
-    config = GrpoConfig(prompts=8, group_size=4, **fields)
-    assert config.has_old_pass is old
-    assert config.forward_passes == pytest.approx(passes)
+    config = ForwardPasses(GrpoConfig(prompts=8, group_size=4, **fields))
+    assert config.have_old_pass is old
+    assert config.count == pytest.approx(passes)
 
 
 # ------------------------------------------------------------------ in the loss
@@ -232,11 +233,11 @@ def test_update_measuring_own_tokens_changes_nothing(fields, sampling, monkeypat
     """Within rounding: the passes pack other rows."""
     program = PolicyProgram(changed(SMALL, grpo=fields, sampling=sampling))
     with monkeypatch.context() as patch:  # the old pass, which measures all of them
-        patch.setattr(GrpoConfig, "reads_own_old", False)
-        patch.setattr(GrpoConfig, "has_old_pass", True)
+        patch.setattr(ForwardPasses, "read_own_old", False)
+        patch.setattr(ForwardPasses, "have_old_pass", True)
         compiled = program.compile()
         want, expected = steps_of(job_with(program, compiled))
-    if not program.config.grpo.forward_passes:
+    if not program.config.passes.count:
         compiled = compiled._replace(logprobs={})
     ours, told = steps_of(job_with(program, compiled))
     jax.tree.map(

@@ -107,6 +107,22 @@ def test_recorded_step_equals_samplers_own(overrides):
     assert other.task.shown(other.last.prompts, other.last.completions, 0)
 
 
+@pytest.mark.full
+def test_old_pass_records_entries_of_other_samplers():
+    """The trainer measures all tokens, and its mismatch to what sampled them."""
+    job = new_job(*OWN)
+    write(job._roll_out(1, job.initial_state().params), noise=0.1)
+    other = new_job(*RECORDED, 'head.gradient=("recorded", 8)')
+    assert other.config.passes.entries == "old pass" and other._compiled.logprobs
+    _, told = other.step(1, other.initial_state())
+    assert told.head_checked >= 2 and 0.05 < told.mismatch_mean < 0.15
+    rollout = other._roll_out(2, other.initial_state().params)
+    old, entries = other._measure_old(2, other.initial_state().params, rollout)
+    within = np.arange(4) < rollout.completions.lengths[:, None]
+    np.testing.assert_array_equal(old.known, within)
+    np.testing.assert_array_equal(entries.logprobs[within], old.drawn_from[within])
+
+
 @pytest.mark.slow
 def test_corrections_are_for_such_rollouts(tmp_path):
     job = new_job(*OWN)

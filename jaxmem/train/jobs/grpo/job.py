@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,9 +27,9 @@ from jaxmem.train.jobs.accumulated import AccumulatedSums
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo import policy_report
 from jaxmem.train.jobs.grpo.minibatches import Minibatch, cut_prefixes, packing_of
-from jaxmem.train.jobs.grpo.policy_program import ForwardPrograms, PolicyProgram
+from jaxmem.train.jobs.grpo.policy_program import CompiledAtUse, PolicyProgram
 from jaxmem.train.jobs.job import Job
-from jaxmem.train.jobs.policy_objective import correction
+from jaxmem.train.jobs.policy_objective import HeadCheck, correction
 from jaxmem.train.jobs.rollout import shown_samples
 from jaxmem.train.jobs.rollout.engine_source import (
     DialogueEngineSource,
@@ -39,6 +39,7 @@ from jaxmem.train.jobs.rollout.engine_source import (
 from jaxmem.train.jobs.rollout.engines.pool import connect
 from jaxmem.train.jobs.rollout.engines.protocol import EngineOptions
 from jaxmem.train.jobs.rollout.engines.weight_folder import WeightFolder
+from jaxmem.train.jobs.rollout.entries import RolloutEntries
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.packed import Completions, Logprobs, RolloutSupports
 from jaxmem.train.jobs.rollout.prompt_tasks import (
@@ -65,6 +66,13 @@ from jaxmem.train.phases import Phase
 from jaxmem.train.program import TrainState, fixed_moments
 
 _EVALUATION = 2**16  # the first number of draws beyond the attempts of `grpo.resample`
+
+
+class _Measured(NamedTuple):
+    """Results of a forward pass over samples."""
+
+    logprobs: Logprobs
+    entries: RolloutEntries | None  # None: the pass records none
 
 
 class Grpo(Job, name="grpo"):
@@ -229,7 +237,8 @@ class Grpo(Job, name="grpo"):
         )
 
     def step(self, number: int, state: TrainState) -> tuple[TrainState, PolicyMetrics]:
-        clock, compiled, grpo = Clock(), self._compiled, self.config.grpo
+        clock, compiled, config = Clock(), self._compiled, self.config
+        grpo = config.grpo
         rollout = self._roll_out(number, state.params)
         measure = functools.partial(self._measure_at, state.params, rollout)
         if (line := self.rollouts.verify(rollout, measure)) is not None:
@@ -237,7 +246,7 @@ class Grpo(Job, name="grpo"):
         clock.lap("rollout")
         read, cut = cut_prefixes(self.config, number, rollout.completions)
         rest = rollout._replace(completions=read)
-        old = self._measure_old(number, state.params, rest)
+        old, entries = self._measure_old(number, state.params, rest)
         clock.lap("old")
         reference = None
         if self._reference is not None:
@@ -252,7 +261,7 @@ class Grpo(Job, name="grpo"):
         learned = Minibatch(
             read,
             rollout.advantages,
-            sampled if grpo.starts_from_sampler else old.drawn_from,
+            sampled if config.passes.start_from_sampler else old.drawn_from,
             reference,
             rollout.supports,
             rollout=sampled,
@@ -261,6 +270,7 @@ class Grpo(Job, name="grpo"):
             else None,
             learned=rollout.learned if grpo.mask_truncated else None,
             cut=cut,
+            entries=entries,
         )
         state, updates = self._take_updates(number, state, learned, old)
         clock.lap("update")
@@ -289,15 +299,19 @@ class Grpo(Job, name="grpo"):
         self._check_rewarded(number, len(rows))
         if len(rows) < grpo.samples:
             sampled, compared = take(sampled, rows), compared[rows]
-        samples, supports = sampled.samples, None
+        samples, supports, entries = sampled.samples, None, None
         if samples.support_ids is not None:
             supports = RolloutSupports.of(np.asarray(samples.support_ids))
             samples = samples._replace(support_ids=None)
+        if samples.entries is not None:
+            entries = RolloutEntries.of_samples(samples.entries)
+            samples = samples._replace(entries=None)
         return Rollout(
             prompts=sampled.prompts,
             completions=sampled.completions,
             samples=samples,
             supports=supports,
+            entries=entries,
             graded=sampled.graded,
             advantages=compared,
             truncated=sampled.truncated,
@@ -381,18 +395,24 @@ class Grpo(Job, name="grpo"):
         temperature = self.config.eval.temperature
         return SamplePrograms.of(self.program, evaluated_at=temperature)
 
-    def _measure_old(self, number: int, params: Any, rollout: Rollout) -> Logprobs:
-        """Old log-probabilities of samples that the first update does not measure."""
-        grpo, shape = self.config.grpo, rollout.completions.sampled.shape
+    def _measure_old(
+        self, number: int, params: Any, rollout: Rollout
+    ) -> tuple[Logprobs, RolloutEntries | None]:
+        """Old log-probabilities of samples that the first update does not measure.
+
+        And the entries of all samples, of the sampler or of this pass.
+        """
+        passes, shape = self.config.passes, rollout.completions.sampled.shape
         old = Logprobs.unknown(shape, rollout.supports is not None)
-        if not grpo.has_old_pass:
-            return old
+        if not passes.have_old_pass:
+            return old, rollout.entries
         rows = np.arange(len(rollout.advantages))
-        if grpo.reads_own_old:
+        if passes.read_own_old:
             rows = np.setdiff1d(rows, next(self._minibatches(number, len(rows))))
         rest = take(rollout, rows)
-        old.put(rows, self._measure_logprobs(self._compiled.logprobs, params, rest))
-        return old
+        measured = self._run_forward(self._compiled.logprobs, params, rest, number)
+        old.put(rows, measured.logprobs)
+        return old, measured.entries
 
     def _measure_logprobs(
         self,
@@ -401,19 +421,37 @@ class Grpo(Job, name="grpo"):
         rollout: Rollout | Minibatch,
     ) -> Logprobs:
         """Log-probabilities of sampled tokens, by one of the forward passes."""
+        return self._run_forward(programs, params, rollout).logprobs
+
+    def _run_forward(
+        self,
+        programs: Mapping[Any, Any],
+        params: Any,
+        rollout: Rollout | Minibatch,
+        number: int = 0,
+    ) -> "_Measured":
+        """Results of a forward pass; the number of the step decides its draws."""
         config, completions = self.config, rollout.completions
         packed = packing_of(config, completions, config.grpo.max_tokens_forward)
         supports = itertools.repeat(None)
         if rollout.supports is not None:
             supports = rollout.supports.micro_batches(completions, packed)
         outputs, routes = [], completions.routed(packed)
-        replays = completions.routes is not None
-        for batch in completions.batches(packed):
-            shape, arrays = batch.tokens.shape, (batch, next(supports), next(routes))
-            structs = self.program.forward(shape, replays)
+        of_policy = programs is not self._compiled.reference
+        for i, batch in enumerate(completions.batches(packed)):
+            shape = batch.tokens.shape
+            structs = self.program.forward(shape, of_policy)
+            numbers = None if structs[-1] is None else np.array([number, i], np.uint32)
+            arrays = batch, next(supports), next(routes), numbers
             arrays = self.program.layout.place(arrays, structs)
             outputs.append(programs[shape](params, self.frozen, *arrays))
-        return completions.measured(packed, jax.device_get(outputs))
+        outputs = jax.device_get(outputs)
+        drawn_from, whole, recorded = zip(*outputs, strict=True)
+        entries = None
+        if recorded[0] is not None:
+            entries = RolloutEntries.of_packed(completions, packed, recorded)
+        pairs = list(zip(drawn_from, whole, strict=True))
+        return _Measured(completions.measured(packed, pairs), entries)
 
     def _measure_at(
         self, params: Any, rollout: Rollout, rows: np.ndarray, temperature: float
@@ -422,7 +460,8 @@ class Grpo(Job, name="grpo"):
         programs: Mapping[Any, Any] = self._compiled.logprobs
         if not programs or temperature != self.config.sampling.temperature:
             values = {"sampling.temperature": temperature}
-            programs = ForwardPrograms(PolicyProgram(self.config.replaced(values)))
+            program = PolicyProgram(self.config.replaced(values))
+            programs = CompiledAtUse(program.trace_logprobs)
         return self._measure_logprobs(programs, params, take(rollout, rows))
 
     def _take_updates(
@@ -433,16 +472,20 @@ class Grpo(Job, name="grpo"):
         The first one measures the tokens that `old` lacks, and writes them into it.
         `rollout.old` is the same array, or else the sampler's.
         """
-        updates, grpo = [], self.config.grpo
+        updates, grpo, passes = [], self.config.grpo, self.config.passes
         minibatches = self._minibatches(number, len(rollout.advantages))
         for minibatch, chosen in enumerate(minibatches):
             part = take(rollout, chosen)
             if grpo.has_sequence_ratio:
                 part = self._with_ratios(state.params, part, minibatch)
             part = part.drawn(self.config, number, minibatch)
-            sums, measured = self._sum_gradients(number, minibatch, state, part)
-            if minibatch == 0 and grpo.reads_own_old:
-                labelled = part.completions.keeping(part.kept)
+            known = part.kept
+            if part.entries is not None:  # the first pass measures a few tokens exactly
+                known = part.probes(self.config, number, minibatch)
+                part = part._replace(probed=known)
+            sums, measured, checks = self._sum_gradients(number, minibatch, state, part)
+            if minibatch == 0 and passes.read_own_old:
+                labelled = part.completions.keeping(known)
                 packed = part.packing(self.config)
                 old.put(chosen, labelled.measured(packed, jax.device_get(measured)))
             state, norm = self._compiled.update(state, sums.gradients)
@@ -454,6 +497,7 @@ class Grpo(Job, name="grpo"):
                     tokens=part.token_count,
                     routed=sums.routed,
                     draw=part.draw,
+                    checks=checks,
                 )
             )
         return state, jax.device_get(updates)
@@ -461,7 +505,7 @@ class Grpo(Job, name="grpo"):
     def _with_ratios(self, params: Any, part: Minibatch, minibatch: int) -> Minibatch:
         """The part with log-ratios of its sequences, which are 0 for equal weights."""
         ratios = np.zeros(len(part.advantages), np.float32)
-        if minibatch or self.config.grpo.starts_from_sampler:
+        if minibatch or self.config.passes.start_from_sampler:
             now = self._measure_logprobs(self._compiled.logprobs, params, part)
             delta = np.where(now.known, now.drawn_from - part.old, 0)
             ratios = delta.sum(1) / np.maximum(now.known.sum(1), 1)
@@ -473,20 +517,36 @@ class Grpo(Job, name="grpo"):
         minibatch: int,
         state: TrainState,
         part: Minibatch,
-    ) -> tuple[AccumulatedSums, list[Any]]:
-        """Sums over the micro-batches, and a pair of log-probabilities of each."""
-        program, sums, measured = self.program, self._compiled.zeros(), []
-        for i, (rows, normalizer) in enumerate(part.micro_batches(self.config)):
+    ) -> tuple[AccumulatedSums, list[Any], list[HeadCheck]]:
+        """Sums over the micro-batches, log-probabilities and a check of each.
+
+        A micro-batch that its check rejects is computed again by an exact forward pass.
+        """
+        program, compiled, head = self.program, self._compiled, self.config.head
+        sums, measured, checks = compiled.zeros(), [], []
+
+        def add(programs, head, i, rows, normalizer):
             shape = rows.batch.tokens.shape
-            rows = program.layout.place(rows, program.micro_batch(shape))
-            drawn_by = program.micro_batch_numbers(
-                self.config.head, number, minibatch, i
-            )
-            sums, logprobs = self._compiled.gradients[shape](
-                state.params, self.frozen, sums, rows, normalizer, *drawn_by
-            )
-            measured.append(logprobs)
-        return sums, measured
+            rows = program.layout.place(rows, program.micro_batch(shape, head))
+            drawn_by = program.micro_batch_numbers(head, number, minibatch, i)
+            weights = state.params, self.frozen
+            return programs[shape](*weights, sums, rows, normalizer, *drawn_by)
+
+        batches = functools.partial(part.micro_batches, self.config)
+        for i, micro_batch in enumerate(batches()):
+            sums, (logprobs, check) = add(compiled.gradients, head, i, *micro_batch)
+            measured.append(logprobs[:2])
+            checks.append(check)
+        if head.recorded is None:
+            return sums, measured, []
+        checks = jax.device_get(checks)
+        if any(check.rejected for check in checks):
+            for i, (rows, normalizer) in enumerate(batches()):
+                if checks[i].rejected:
+                    rows = rows._replace(entries=None, probed=None)
+                    exact, by = head.exact_forward, compiled.exact_gradients
+                    sums, _ = add(by, exact, i, rows, normalizer)
+        return sums, measured, checks
 
     def _correction_weights(self, old: Logprobs, rollout: Rollout) -> np.ndarray:
         """Weights [N, R] of `grpo.correction` for the tokens of a rollout."""
@@ -523,6 +583,7 @@ class Grpo(Job, name="grpo"):
             **rollout_metrics.of_updates(updates),
             **seconds,
         }
+        self._tell_of_rejections(number, fields)
         routed = [u.routed for u in updates if u.routed is not None]
         if routed:
             total = jax.tree.map(lambda *x: sum(x), *routed)
@@ -539,6 +600,17 @@ class Grpo(Job, name="grpo"):
             backend=self.program.backend,
             **fields,
         )
+
+    def _tell_of_rejections(self, number: int, fields: Mapping[str, Any]) -> None:
+        """Say that micro-batches of a step took an exact forward pass."""
+        if fields.get("head_rejected"):
+            bound = self.config.grpo.max_head_error
+            self._say(
+                f"step {number}: {fields['head_rejected']} of "
+                f"{fields['head_checked']} micro-batches took an exact forward pass, "
+                "because log-probabilities from recorded entries had an error above "
+                f"grpo.max_head_error={bound:g} (measured: {fields['head_error']:.2g})"
+            )
 
     def _tell_of_cuts(self, number: int, share: float | None) -> None:
         """Say once that supports reach the limit, where the sampler cuts them."""

@@ -16,10 +16,14 @@ from jaxmem.head.maths.random_streams import Stream
 from jaxmem.packing import Packing
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.policy_objective import Average, PolicyBatch, average
+from jaxmem.train.jobs.rollout.entries import RolloutEntries
 from jaxmem.train.jobs.rollout.packed import Completions, RolloutSupports
 
 # Smallest probability with which a token is kept, as a share of `grpo.token_fraction`.
 _LEAST_SHARE = 0.1
+# Tokens of a step whose log-probabilities from recorded entries are compared with
+# exact ones.
+PROBES = 512
 
 
 class Cut(NamedTuple):
@@ -54,6 +58,8 @@ class Minibatch(NamedTuple):
     learned: np.ndarray | None = None  # [N, R] tokens to learn from; None: all
     cut: Cut | None = None  # of completions; None: they are whole
     draw: TokenDraw | None = None  # of the tokens; None: all are kept
+    entries: RolloutEntries | None = None  # of the tokens; None: none are recorded
+    probed: np.ndarray | None = None  # [N, R] as in `PolicyBatch`
 
     def drawn(self, config: GrpoJobConfig, step: int, number: int) -> "Minibatch":
         """This minibatch with the tokens that `draw_tokens` keeps."""
@@ -90,6 +96,14 @@ class Minibatch(NamedTuple):
         kept, inverse = self.kept, self.inverse
         return float(kept.sum() if inverse is None else inverse[kept].sum())
 
+    def probes(self, config: GrpoJobConfig, step: int, number: int) -> np.ndarray:
+        """Mask [N, R] of `probe_count` random tokens among the kept ones, or of all."""
+        kept = np.flatnonzero(self.kept)
+        mask, count = np.zeros(self.kept.shape, bool), probe_count(config)
+        rng = Stream.PROBES.generator(config.run.seed, step, number)
+        mask.flat[rng.choice(kept, min(count, len(kept)), replace=False)] = True
+        return mask
+
     def packing(self, config: GrpoJobConfig) -> Packing:
         """The packing of the samples in `micro_batches`."""
         return packing_of(config, self.completions, config.grpo.max_tokens_train)
@@ -122,6 +136,9 @@ class Minibatch(NamedTuple):
         correction, supports = placed(self.correction), itertools.repeat(None)
         if self.supports is not None:
             supports = self.supports.micro_batches(part, packed, kept)
+        entries, probed = itertools.repeat(None), placed(self.probed)
+        if self.entries is not None:
+            entries = self.entries.micro_batches(part, packed, kept)
         routes = part.routed(packed)
         for i, batch in enumerate(part.batches(packed)):
             sequence = packed.micro_batches[i].sequence
@@ -143,12 +160,19 @@ class Minibatch(NamedTuple):
                 supports=next(supports),
                 rollout_logprob=next(rollout),
                 routes=next(routes),
+                entries=next(entries),
+                probed=next(probed),
             )
             if config.model.router_aux_loss_coef:
                 rows = rows._replace(share=packed.share(i))
             if self.log_ratio is not None:
                 rows = rows._replace(sequence_log_ratio=self.log_ratio[sequence])
             yield rows, normalizer
+
+
+def probe_count(config: GrpoJobConfig) -> int:
+    """Probes of an update, of `PROBES` in a step."""
+    return -(-PROBES // (config.grpo.minibatches * config.grpo.epochs))
 
 
 def draw_tokens(

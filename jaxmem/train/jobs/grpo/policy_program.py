@@ -7,6 +7,7 @@ Micro-batches have as many shapes as there are widths of rows; nothing else vari
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,18 +17,22 @@ import jaxmem
 from jaxmem.data.documents import Batch
 from jaxmem.head.maths import eight_bits
 from jaxmem.head.maths.random_streams import Stream
+from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.models import balance, branches, route_records
 from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.packing import Supports
 from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.config import GrpoJobConfig
+from jaxmem.train.jobs.grpo.minibatches import probe_count
 from jaxmem.train.jobs.policy_objective import (
+    HeadCheck,
     PolicyBatch,
     PolicyHeadOptions,
     policy_loss,
     within_supports,
 )
+from jaxmem.train.jobs.rollout.entries import entry_shapes
 from jaxmem.train.jobs.rollout.prompt_tasks import ends_of
 from jaxmem.train.jobs.rollout.sampling_program import SamplingProgram
 from jaxmem.train.jobs.rollout.turns import SamplePrograms
@@ -35,21 +40,27 @@ from jaxmem.train.optimizer import learning_rate_schedule
 from jaxmem.train.program import StreamedUpdate
 
 Shape = tuple[int, int]  # of a micro-batch
+# Among metrics of tokens: log-probabilities of those that are probed, and estimated
+# errors without the weights of tokens that are kept at random.
+_EXACT, _ESTIMATED = "exact", "estimated_error"
 
 
 class PolicyPrograms(NamedTuple):
     """Every program of a run; by shape of a micro-batch where there are several."""
 
     sample: SamplePrograms | None  # None if nothing is sampled here
-    # (params, frozen, Batch, support) -> log-probabilities under the distributions that
-    # were sampled from, and those over the vocabulary; {} where updates measure them
+    # (params, frozen, Batch, support, routes, numbers) -> log-probabilities under the
+    # distributions that were sampled from, those over the vocabulary, and entries that
+    # are recorded; {} where updates measure log-probabilities
     logprobs: dict[Shape, jax.stages.Compiled]
-    # the same without the second result; {} without a reference
+    # the same with the first result alone; {} without a reference
     reference: dict[Shape, jax.stages.Compiled]
     zeros: jax.stages.Compiled  # () -> Sums
-    # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums, and both
-    # log-probabilities of the tokens
+    # (params, frozen, Sums, PolicyBatch, normalizer[, numbers]) -> Sums, and (both
+    # log-probabilities of the tokens, HeadCheck or None)
     gradients: dict[Shape, jax.stages.Compiled]
+    # the same with an exact forward pass, for micro-batches that a check has rejected
+    exact_gradients: dict[Shape, jax.stages.Compiled]
     # (TrainState, gradients) -> TrainState, norm
     update: jax.stages.Compiled | StreamedUpdate
 
@@ -58,6 +69,7 @@ class PolicyProgram(SamplingProgram):
     """A policy's functions and shapes."""
 
     config: GrpoJobConfig
+    reads_entries = True
 
     @property
     def updates(self) -> int:
@@ -85,17 +97,28 @@ class PolicyProgram(SamplingProgram):
             )
         if config.grpo.replay_routing:
             route_records.check(self.model_config)
+        entries, size = config.head.recorded, self.model_config.vocab_size or 0
+        if entries is not None and entries >= size:
+            raise ValueError(
+                f"head.gradient={config.head.gradient} must record fewer entries than "
+                f"the {size} of the vocabulary"
+            )
+        if config.passes.entries != "sampler":
+            entries = None
         named = "grpo.prompts x grpo.group_size"
-        self.sample_from(config.grpo.samples, named, ends, config.grpo.replay_routing)
+        self.sample_from(
+            config.grpo.samples, named, ends, config.grpo.replay_routing, entries
+        )
 
     @property
     def metric_names(self) -> list[str]:
         """Names of the metrics of a token."""
         names = ["entropy", "sum_pi_squared", "clip_fraction"]
         names += ["kl"] if self.config.grpo.has_reference else []
-        sample = self.config.head.sample
-        in_8_bits = sample is not None and sample.forward == "int8"
-        return names + ([eight_bits.ERROR] if in_8_bits else [])
+        head = self.config.head
+        in_8_bits = head.sample is not None and head.sample.forward == "int8"
+        is_estimated = in_8_bits or head.recorded is not None
+        return names + ([eight_bits.ERROR] if is_estimated else [])
 
     def shapes(self, max_tokens: int) -> list[Shape]:
         """Shapes of micro-batches with a budget, one for each width of row."""
@@ -110,9 +133,13 @@ class PolicyProgram(SamplingProgram):
         config, head = self.config.grpo, self.config.head
         forward = self.shapes(config.max_tokens_forward)
         logprobs, reference = {}, {}
-        if config.forward_passes:
+        if self.config.passes.count:
             logprobs = {s: self.trace_logprobs(s).lower().compile() for s in forward}
-        own = self.config.sampling.truncates or config.replay_routing
+        own = (
+            self.config.sampling.truncates
+            or config.replay_routing
+            or self._old_pass_records
+        )
         if config.has_reference and logprobs and not own:
             reference = logprobs
         elif config.has_reference:
@@ -130,6 +157,9 @@ class PolicyProgram(SamplingProgram):
                 shape: self.compile_gradients(shape, head)
                 for shape in self.shapes(config.max_tokens_train)
             },
+            exact_gradients=CompiledAtUse(
+                lambda shape: self.trace_gradients(shape, head.exact_forward)
+            ),
             update=self.compile_update(),
         )
 
@@ -137,18 +167,23 @@ class PolicyProgram(SamplingProgram):
         """Trace log-probabilities of tokens: in their supports, and in the vocabulary.
 
         The second result is None for the reference, which needs none and replays no
-        routes, and where the sampler does not truncate, so that both are equal.
+        routes, and where the sampler does not truncate, so that both are equal. The
+        third one are the entries that the policy's pass records, or None.
         """
         call = self._head_call(self.config.head)
 
-        def run(params, frozen, batch, supports, replayed):
+        def run(params, frozen, batch, supports, replayed, numbers):
             model = self.model(params, frozen)
             hidden = self._hidden_states(model, batch, replayed)
             operands = model.head, hidden, batch.labels
+            if numbers is not None:
+                entries = self._record(*operands, numbers)
+                return entries.label_logit - entries.logsumexp, None, entries
             if supports is None:
-                return self._over_vocabulary(*operands), None
+                return self._over_vocabulary(*operands), None, None
             drawn_from = within_supports(*operands, supports, call)
-            return drawn_from, self._over_vocabulary(*operands) if of_policy else None
+            whole = self._over_vocabulary(*operands) if of_policy else None
+            return drawn_from, whole, None
 
         weights = self.state_shapes.params, self.frozen_shapes
         with self.layout.context():
@@ -169,13 +204,34 @@ class PolicyProgram(SamplingProgram):
             head(hidden), labels, None, temperature=temperature
         )
 
-    def forward(self, shape: Shape, of_policy: bool = True) -> tuple[Batch, Any, Any]:
+    @property
+    def _old_pass_records(self) -> bool:
+        """True if the policy's forward pass records entries."""
+        return self.config.passes.entries == "old pass"
+
+    def _record(self, head, hidden, labels, numbers: jax.Array) -> RecordedEntries:
+        """Entries of tokens under the weights before the first update."""
+        k = self.config.head.recorded
+        assert k is not None
+        return head.record_entries(
+            hidden, labels, k,
+            key=Stream.ENTRIES.key(self.config.run.seed, *numbers),
+            temperature=self.config.sampling.temperature,
+        )  # fmt: skip
+
+    def forward(
+        self, shape: Shape, of_policy: bool = True
+    ) -> tuple[Batch, Any, Any, Any]:
         """Shapes of a forward pass's inputs: a micro-batch, its supports and routes.
 
-        The reference replays no routes.
+        The last one are the numbers of the step and of the micro-batch, where the pass
+        records entries. The reference replays no routes and records nothing.
         """
         replayed = self._route_shapes(shape) if of_policy else None
-        return self.tokens(*shape), self._support_shapes(shape), replayed
+        numbers = None
+        if of_policy and self._old_pass_records:
+            numbers = self.layout.whole(jax.ShapeDtypeStruct((2,), jnp.uint32))
+        return self.tokens(*shape), self._support_shapes(shape), replayed, numbers
 
     def _route_shapes(self, shape: Shape) -> Any:
         """Shapes of the routes that are replayed; None: routers choose."""
@@ -200,10 +256,14 @@ class PolicyProgram(SamplingProgram):
     def trace_gradients(self, shape: Shape, head: HeadConfig) -> jax.stages.Traced:
         """Trace the addition of a micro-batch to the sums, which are consumed.
 
-        Log-probabilities of its tokens are a second result. If the head samples, the
-        last argument identifies the micro-batch in the run by three numbers: of the
-        step, of the minibatch, and its own.
+        Log-probabilities of its tokens and a `HeadCheck` are a second result. With
+        entries, the first of them is exact, of the tokens that are probed; a
+        micro-batch that the check rejects adds nothing. If the head samples, the last
+        argument identifies the micro-batch in the run by three numbers: of the step, of
+        the minibatch, and its own.
         """
+        reads_entries = head.recorded is not None
+        zeros = dict.fromkeys(self.metric_names, jnp.zeros(()))
 
         def loss(params, frozen, rows: PolicyBatch, normalizer, *numbers):
             model, batch = self.model(params, frozen), rows.batch
@@ -212,14 +272,49 @@ class PolicyProgram(SamplingProgram):
             value, metrics = self._loss_of_hidden(
                 head, model.head, hidden, rows, normalizer, *numbers
             )
+            of_checks = {}
+            if reads_entries:
+                exact = self._probe(model.head, hidden, rows)
+                of_checks = {_EXACT: exact, _ESTIMATED: metrics[eight_bits.ERROR]}
+            metrics = zeros | metrics
             if rows.inverse is not None:  # sums that estimate those of all tokens
                 names = self.metric_names
                 metrics |= {name: rows.inverse * metrics[name] for name in names}
             cost = balance.with_loss(value, routed, self.model_config, rows.share)
-            return cost, (value, metrics, routed)
+            return cost, (value, metrics | of_checks, routed)
 
-        arguments = self.micro_batch(shape), self.number()
-        return self.trace_sums(loss, arguments, head, kept=("logprob", "whole"))
+        arguments = self.micro_batch(shape, head), self.number()
+        if not reads_entries:
+            return self.trace_sums(loss, arguments, head, kept=("logprob", "whole"))
+        kept = _EXACT, "whole", "logprob", _ESTIMATED
+        return self.trace_sums(loss, arguments, head, kept, self._check)
+
+    def _probe(self, head, hidden, rows: PolicyBatch) -> jax.Array:
+        """Exact log-probabilities [B, T] of the tokens that are probed; 0 elsewhere."""
+        labels = jnp.where(jnp.asarray(rows.probed), rows.batch.labels, -1)
+        exact = head.logprobs(
+            hidden,
+            labels,
+            temperature=self.config.sampling.temperature,
+            chunk=probe_count(self.config),
+        )
+        return jax.lax.stop_gradient(exact)
+
+    def _check(self, rows: PolicyBatch, metrics: dict[str, jax.Array]) -> HeadCheck:
+        """Compare the errors of a micro-batch with `grpo.max_head_error`."""
+        live, bound = rows.batch.labels >= 0, self.config.grpo.max_head_error
+
+        def sum_of_squares(error, where):
+            return jnp.sum(jnp.where(where, error, 0) ** 2)
+
+        total = sum_of_squares(metrics[_ESTIMATED], live)
+        estimated = jnp.sqrt(total / jnp.maximum(jnp.sum(live), 1))
+        difference = metrics["logprob"] - metrics[_EXACT]
+        probed = jnp.asarray(rows.probed)
+        squared, count = sum_of_squares(difference, probed), jnp.sum(probed)
+        measured = jnp.sqrt(squared / jnp.maximum(count, 1))
+        accepted = (estimated <= bound) & (measured <= bound)  # False for NaN
+        return HeadCheck(~accepted, estimated, squared, count)
 
     def trace_backward(self) -> jax.stages.Traced:
         """See `DecoderProgram`: the gradients of the largest micro-batch."""
@@ -241,6 +336,8 @@ class PolicyProgram(SamplingProgram):
         self, head: HeadConfig, module, hidden, rows, normalizer, numbers=None
     ):
         call = self._head_call(head)
+        if head.recorded is not None:
+            call = dataclasses.replace(call, recorded=True)
         if numbers is not None:
             key = Stream.GRADIENTS.key(self.config.run.seed, *numbers)
             call = dataclasses.replace(call, sample=head.sample, key=key)
@@ -255,12 +352,15 @@ class PolicyProgram(SamplingProgram):
                 head, module, hidden, micro_batch, normalizer, *drawn_by
             )
 
-        arguments = self.micro_batch(shape), jax.ShapeDtypeStruct((), jnp.float32)
+        arguments = (
+            self.micro_batch(shape, head),
+            jax.ShapeDtypeStruct((), jnp.float32),
+        )
         differentiated = 1 if self.head_is_frozen else (0, 1)
         return self.trace_of_head(loss, shape, *arguments, argnums=differentiated)
 
-    def micro_batch(self, shape: Shape) -> PolicyBatch:
-        """Shapes of a micro-batch that has a backward pass."""
+    def micro_batch(self, shape: Shape, head: HeadConfig) -> PolicyBatch:
+        """Shapes of a micro-batch that has a backward pass, by this head."""
         floats: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
         grpo = self.config.grpo
         reference = floats if grpo.has_reference else None
@@ -272,6 +372,12 @@ class PolicyProgram(SamplingProgram):
         if grpo.keeps_at_random:
             shapes = shapes._replace(inverse=floats)
         rows = self.layout.of_tokens(shapes)
+        if (k := head.recorded) is not None:
+            probed: Any = jax.ShapeDtypeStruct(shape, jnp.bool_)
+            rows = rows._replace(
+                entries=self.layout.of_hidden(entry_shapes(shape, k)),
+                probed=self.layout.of_tokens(probed),
+            )
         if self.model_config.router_aux_loss_coef:
             rows = rows._replace(share=self.number())
         of_tokens = dict(
@@ -280,16 +386,15 @@ class PolicyProgram(SamplingProgram):
         return rows._replace(**of_tokens)
 
 
-class ForwardPrograms(dict[Shape, jax.stages.Compiled]):
-    """The compiled `trace_logprobs` by shape, each compiled at its first use."""
+class CompiledAtUse(dict[Shape, jax.stages.Compiled]):
+    """The programs of a function that traces them by shape."""
 
-    def __init__(self, program: PolicyProgram):
+    def __init__(self, trace: Callable[[Shape], jax.stages.Traced]):
         super().__init__()
-        self._program = program
+        self._trace = trace
 
     def __missing__(self, shape: Shape) -> jax.stages.Compiled:
-        compiled = self._program.trace_logprobs(shape).lower().compile()
-        self[shape] = compiled
+        self[shape] = compiled = self._trace(shape).lower().compile()
         return compiled
 
 

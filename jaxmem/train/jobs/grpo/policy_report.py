@@ -23,7 +23,7 @@ def phases_of(program: PolicyProgram) -> list[Phase]:
     forward = program.shapes(grpo.max_tokens_forward)[-1]
     backward = program.shapes(grpo.max_tokens_train)[-1]
     parts = grpo.minibatches  # each reads the prompts of its completions
-    passes = grpo.forward_passes + grpo.has_reference
+    passes = config.passes.count + grpo.has_reference
     planned = [
         *program.rollout_phases(held),
         Phase(

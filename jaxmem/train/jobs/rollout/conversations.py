@@ -24,8 +24,10 @@ from jaxmem.data.prompts import PromptRecord
 from jaxmem.data.records import DataError
 from jaxmem.data.rewards import RewardError
 from jaxmem.data.tasks import TaskConfig
+from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.models.sampling import Samples
 from jaxmem.train.jobs.rollout.completing import Complete, TurnCompletion, joined
+from jaxmem.train.jobs.rollout.entries import no_entries
 from jaxmem.train.jobs.rollout.nested_rows import take
 from jaxmem.train.jobs.rollout.samples import ByTurn
 from jaxmem.train.jobs.rollout.transcripts import Transcript
@@ -149,6 +151,7 @@ class _Rows:
         self.turns = np.zeros((rows, slots), np.int32)
         self.supports: np.ndarray | None = None
         self.routes: np.ndarray | None = None
+        self.entries: RecordedEntries | None = None
 
     def append(self, i: int, ids: np.ndarray) -> slice:
         """Append ids to row `i`; return their slots."""
@@ -170,6 +173,12 @@ class _Rows:
                 limit = samples.support_ids.shape[2]
                 self.supports = np.full((*self.mask.shape, limit), -1, np.int32)
             self.supports[i, slots] = samples.support_ids[i, :length]
+        if samples.entries is not None:
+            if self.entries is None:
+                rows, _, k = samples.entries.columns.shape
+                self.entries = no_entries((rows, self.mask.shape[1]), k)
+            for ours, theirs in zip(self.entries, samples.entries, strict=True):
+                ours[i, slots] = theirs[i, :length]
         if samples.routes is not None:  # of the whole conversation
             if self.routes is None:
                 self.routes = np.zeros_like(samples.routes)
@@ -191,6 +200,7 @@ class _Rows:
         lengths = self.lengths.astype(np.int32)
         arrays: Any = (
             tokens, self.mask, self.logprobs, self.supports, lengths, None, self.routes,
+            self.entries,
         )  # fmt: skip
         return Samples(*arrays)
 

@@ -25,6 +25,7 @@ from jaxmem.models.sampling import (
     samples_of,
 )
 from jaxmem.train.jobs.accumulated import AccumulatedProgram
+from jaxmem.train.jobs.rollout.entries import bytes_of_token
 from jaxmem.train.phases import Phase, weights_of
 
 
@@ -39,9 +40,15 @@ class SamplingProgram(AccumulatedProgram):
 
     rows = 0  # completions of a rollout; 0: nothing is sampled
     records = False  # routes are recorded, as in `Sampler`
+    entries: int | None = None  # of a token that are recorded, as in `Sampler`
 
     def sample_from(
-        self, rows: int, named: str, ends: Ends, records: bool = False
+        self,
+        rows: int,
+        named: str,
+        ends: Ends,
+        records: bool = False,
+        entries: int | None = None,
     ) -> None:
         """Set the sampler's rows and ends, and refuse slots and meshes without support.
 
@@ -50,8 +57,10 @@ class SamplingProgram(AccumulatedProgram):
             named: names of the settings whose product is `rows`, for errors.
             ends: the ids that end completions.
             records: True records the experts that tokens are routed to.
+            entries: of each token's softmax that are recorded; None: none are.
         """
         self.rows, self.ends, self.records = rows, ends, records
+        self.entries = entries
         by_rows, slots = self.config.mesh.by_rows, self.config.sampling.slots
         self.slots = rows if slots is None else slots
         if self.model_config.base is None:
@@ -159,7 +168,7 @@ class SamplingProgram(AccumulatedProgram):
         return shapes if layout.mesh is None else layout.of_cache(shapes)
 
     def _make_sampler(self, evaluated_at: float | None) -> Sampler:
-        """A sampler; that of an evaluation records no routes."""
+        """A sampler; that of an evaluation records neither routes nor entries."""
         config, ends = self.config.sampling, self.ends
         if evaluated_at:
             config = dataclasses.replace(config, temperature=evaluated_at)
@@ -168,10 +177,11 @@ class SamplingProgram(AccumulatedProgram):
                 config.max_new_tokens, top_k=1, slots=config.slots,
                 decode_base=config.decode_base,
             )  # fmt: skip
-        records = self.records and evaluated_at is None
+        is_training = evaluated_at is None
         return Sampler(
             config, ends.eos_ids, ends.pad_id, room=self._max_read_tokens,
-            records=records,
+            records=self.records and is_training,
+            entries=self.entries if is_training else None,
         )  # fmt: skip
 
     def _rollout_key(self, step: jax.Array) -> jax.Array:
@@ -218,6 +228,8 @@ class SamplingProgram(AccumulatedProgram):
             kept["keys and values"] = self._cache_bytes()
         if self.records:
             kept["routes"] = self._routes_bytes()
+        if self.entries:  # on each device
+            kept["recorded entries"] = rows * max_tokens * bytes_of_token(self.entries)
         weights, tokens = weights_of(self), rows * max_tokens
         first = Phase(
             "rollout", self.trace_sample, weights, held, {}, tokens, turns=steps
