@@ -67,7 +67,8 @@ def record_entries(
     spec, backend, source, rows, shape = arguments.call(
         "record_entries", _OUTPUTS, operands, labels, options
     )
-    spec = dataclasses.replace(spec, forward="recorded")
+    # As of a frozen head, so that buffers for its gradient are not reserved.
+    spec = dataclasses.replace(spec, forward="recorded", frozen_head=True)
     sampler = sampler_of(backend)
 
     def record(spec, source, rows):
