@@ -110,7 +110,7 @@ def test_version_and_help_need_the_core_only(directory):
     assert version[:2] == [0, f"jaxmem {__version__}\n"]
     assert usage[0] == 0 and "section.field=value" in usage[1]
     assert len(usages) == len(helps)
-    assert all(status == 0 and "--trust-code" in out for status, out, _ in usages)
+    assert all(status == 0 and "--help" in out for status, out, _ in usages)
     assert training[0] == 2
     assert training[2].startswith("jaxmem: error: training needs '")
     clone = shlex.quote(f"{Path(__file__).parents[1]}[train]")
@@ -450,10 +450,10 @@ def test_panic_of_rust_is_one_line(monkeypatch, capsys):
     class PanicException(BaseException):
         pass
 
-    def panic(_):
+    def panic(*, as_json):
         raise PanicException("empty pattern")
 
-    monkeypatch.setattr(cli, "_doctor", panic)
+    monkeypatch.setattr("jaxmem.commands.doctor.run", panic)
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == (
         "jaxmem: error: a library failed on its input: empty pattern\n"

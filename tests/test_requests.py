@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 
@@ -10,11 +10,13 @@ from jaxmem.base import options
 from jaxmem.base.command_options import CommandOptions, Flag, Positional
 from jaxmem.base.fields import Must
 from jaxmem.base.ranges import integers
-from jaxmem.commands import cli, requests
+from jaxmem.commands import cli, flags
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared(CommandOptions):
+    TITLE: ClassVar = ("shared options", "of all commands")
+
     verbose: Annotated[bool, "print more"] = False
 
 
@@ -22,23 +24,25 @@ class Shared(CommandOptions):
 class Request(Shared):
     model: Annotated[str, Positional("DIR"), "model"]
     prompt: Annotated[str | None, Positional("PROMPT"), "text"] = None
+    rest: Annotated[tuple[str, ...], Positional("key=value"), "settings"] = ()
     _: dataclasses.KW_ONLY
     source: Annotated[str, Flag("--in", "FILE"), "file"]
     max_tokens: Annotated[int | None, integers(1), "most tokens"] = None
     top_p: Annotated[float, Must("in (0, 1]", lambda p: 0 < p <= 1), "({default})"] = 1
     kind: Annotated[Literal["a", "b"], "kind, {default}"] = "a"
     stop: Annotated[tuple[str, ...], "ends"] = ()
+    keys: Annotated[str | None, Flag(bare=""), "sections, or one"] = None
     count: Annotated[int, Flag(parse=options.count), "count"] = 3
 
 
 def parser():
     made = argparse.ArgumentParser()
-    requests.add_flags(made, Request)
+    flags.add_flags(made, Request)
     return made
 
 
 def read(*arguments):
-    return requests.read(Request, parser().parse_args(arguments))
+    return flags.read(Request, parser().parse_args(arguments))
 
 
 def test_add_flags_leaves_defaults_to_the_request():
@@ -47,12 +51,13 @@ def test_add_flags_leaves_defaults_to_the_request():
 
 def test_add_flags_parses_by_type_and_annotation():
     made = read(
-        "m", "text", "--in=x", "--max-tokens=2", "--top-p=0.5", "--kind=b",
+        "m", "text", "a=1", "b=2", "--in=x", "--keys",
+        "--max-tokens=2", "--top-p=0.5", "--kind=b",
         "--stop=y", "--stop=z", "--count=4", "--verbose",
     )  # fmt: skip
     assert made == Request(
-        "m", "text", source="x", max_tokens=2, top_p=0.5, kind="b",
-        stop=("y", "z"), count=4, verbose=True,
+        "m", "text", ("a=1", "b=2"), source="x", keys="", max_tokens=2, top_p=0.5,
+        kind="b", stop=("y", "z"), count=4, verbose=True,
     )  # fmt: skip
     assert hash(made)
 
@@ -82,7 +87,9 @@ def test_request_names_the_flag_of_an_impossible_value():
 def test_help_has_the_default_of_the_request():
     text = parser().format_help()
     assert "(1)" in text and "kind, a" in text
-    assert text.index("--in FILE") < text.index("--count") < text.index("--verbose")
+    _, own, shared = text.replace("shared options:", "options:").split("options:\n")
+    assert own.index("--in FILE") < own.index("--count COUNT")
+    assert "--verbose" in shared
 
 
 def test_group_has_the_values_of_its_fields():
@@ -93,7 +100,7 @@ def test_commands_share_the_flags_of_a_model():
     """They have one help and one order, whatever a command adds."""
     (parsers,) = cli._parser()._subparsers._group_actions
     names = "generate", "serve", "score", "eval"
-    flags = [
+    every = [
         {
             x.option_strings[0]: (x.help, x.choices, x.metavar, x.default)
             for x in parsers.choices[name]._actions
@@ -102,10 +109,10 @@ def test_commands_share_the_flags_of_a_model():
         for name in names
     ]
     shared = ["--adapter", "--dtype", "--base"]
-    for own in flags:
+    for own in every:
         assert [flag for flag in own if flag in shared] == shared
-        assert [own[flag] for flag in shared] == [flags[0][flag] for flag in shared]
-    code = [flags[0]["--factory"], flags[0]["--trust-code"]]
-    for own in flags[2:]:
+        assert [own[flag] for flag in shared] == [every[0][flag] for flag in shared]
+    code = [every[0]["--factory"], every[0]["--trust-code"]]
+    for own in every[2:]:
         assert [own["--factory"], own["--trust-code"]] == code
-    assert "--factory" not in flags[1]  # a model of the user's own is not served
+    assert "--factory" not in every[1]  # a model of the user's own is not served

@@ -27,6 +27,7 @@ class Flag:
     name: str = ""  # as in "--in"; "" for the name of the field
     metavar: str | None = None  # of the value; None for the name in capitals
     parse: Callable[[str], Any] | None = None  # of the value; None for the field's type
+    bare: str | None = None  # the value of the flag alone; None if it needs one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,10 @@ class Positional:
 
 @dataclasses.dataclass(frozen=True)
 class CommandOptions:
-    """Options of a command, or a group of them that several commands share."""
+    """Options of a command, or a group of them that several commands share.
+
+    A class attribute `TITLE` of two texts gives a group its own section in the help.
+    """
 
     def __post_init__(self):
         """Raise a ValueError that names the first flag with an impossible value."""

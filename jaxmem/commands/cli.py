@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -9,14 +10,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn
 
 from jaxmem._version import __version__
-from jaxmem.base import hub, imports, messages, options, shipped
-from jaxmem.base.command_options import CommandOptions, DType
-from jaxmem.commands import requests
+from jaxmem.base import fields, hub, imports, messages, shipped
+from jaxmem.base.command_options import CommandOptions
+from jaxmem.commands import flags, requests
 from jaxmem.evaluate.config import EvaluateRequest
 from jaxmem.generate.config import GenerateRequest
+from jaxmem.planning.config import PlanRequest
 from jaxmem.score.config import ScoreConfig
 from jaxmem.serve.config import ServeRequest
 
@@ -141,31 +143,32 @@ def _run(arguments: argparse.Namespace) -> int:
     """Run the command, with the keys of a config.json that are said to do nothing."""
     options = vars(arguments)
     command, keys = options.pop("command"), options.pop("ignore_keys", None)
+    request = flags.read(command.request, arguments)
     if keys is None:
-        return command(arguments)
+        return command.run(request)
     with _require_extra("--ignore-keys", "train"):
         from jaxmem import checkpoints
     with checkpoints.ignoring_keys(keys.split(",")):
-        return command(arguments)
+        return command.run(request)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    command = arguments.command
     # argparse accepts overrides either before or after flags, but not both.
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    if overrides != rest or (rest and "overrides" not in arguments):
+    if overrides != rest or (rest and not command.takes_settings):
         hint = ""
-        if arguments.command is _plan:
+        if command.run is _plan:
             hint = "; jaxmem plan takes such options as overrides, for example base=nf4"
-        elif "overrides" in arguments:
+        elif command.takes_settings:
             hint = _hint_at_settings(rest)
         parser.error(f"unrecognized arguments: {messages.cut(' '.join(rest))}{hint}")
     if rest:
         arguments.overrides += rest
-    if arguments.command is _train and arguments.file is None:
-        if arguments.keys is None:
-            parser.error("train needs FILE.gin, or --keys to list the settings")
+    if command.run is _train and arguments.file is None and arguments.keys is None:
+        parser.error("train needs FILE.gin, or --keys to list the settings")
     return arguments
 
 
@@ -198,122 +201,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxmem {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_train(commands)
-    _add_data(commands)
     for name, command in _COMMANDS.items():
         command.add(commands, name)
-    _add_plan(commands)
-    _add_doctor(commands)
-    _add_bench(commands)
-    for name in ("train", "data", *_COMMANDS, "plan"):
-        commands.choices[name].add_argument(
-            "--ignore-keys",
-            metavar="KEY,…",
-            default=argparse.SUPPRESS,
-            help="keys of config.json to ignore",
-        )
     return parser
 
 
-def _add_train(commands) -> None:
-    train = commands.add_parser(
-        "train",
-        help="train a language model, or resume the run in run.out_dir",
-        description="Train a language model with the settings of a gin file.  Run the "
-        "same command again to resume from the newest checkpoint in run.out_dir.  "
-        "SIGTERM and Ctrl-C end a run after the current step, which is saved.",
-    )
-    train.add_argument(
-        "file",
-        nargs="?",
-        metavar="FILE.gin",
-        help="path of a gin file, or name of a shipped one",
-    )
-    train.add_argument(
-        "--keys",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="list the settings of all sections, or of one, with default, type and "
-        "meaning; FILE.gin adds the sections of its own job",
-    )
-    train.add_argument(
-        "--verbose",
-        action="store_true",
-        help="print the settings that differ from the defaults",
-    )
-    train.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.field=value",
-        help="settings that replace those of the file, as in run.steps=200 "
-        "data.source=notes.txt",
-    )
-    _add_processes(train)
-    train.set_defaults(command=_train)
-
-
-def _add_processes(train) -> None:
-    several = train.add_argument_group(
-        "several processes", "every process runs the same command on its own devices"
-    )
-    several.add_argument(
-        "--cluster",
-        action="store_true",
-        help="take processes and address from SLURM, Open MPI or Kubernetes",
-    )
-    several.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of process 0"
-    )
-    several.add_argument("--processes", type=int, help="number of processes")
-    several.add_argument(
-        "--process-id", type=int, help="number of this process, counted from 0"
-    )
-    several.add_argument(
-        "--heartbeat",
-        type=int,
-        default=30,
-        metavar="SECONDS",
-        help="seconds without a sign of life after which a process counts as dead, "
-        "which ends the run (default 30)",
-    )
-
-
-def _add_data(commands) -> None:
-    data = commands.add_parser(
-        "data",
-        help="show training records as tokens, and which tokens the loss counts",
-        description="Print the first records of a job's data as tokens, and "
-        "statistics of all records. Tokens that the loss counts are "
-        "green. Nothing is trained.",
-    )
-    data.add_argument(
-        "file", metavar="FILE.gin", help="path of a gin file, or name of a shipped one"
-    )
-    data.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.field=value",
-        help="settings that replace those of the file",
-    )
-    data.add_argument(
-        "--show",
-        type=options.count,
-        default=3,
-        help="number of records to print (default 3)",
-    )
-    data.set_defaults(command=_data)
-
-
-def _data(arguments: argparse.Namespace) -> int:
-    path = _find_config(arguments.file)
+def _data(request: requests.DataRequest) -> int:
+    path = _find_config(request.file)
     with _require_extra("reading data", "train"):
         from rich.console import Console
 
         from jaxmem.train import configuration, jobs, model_names, preview
-    config, _ = configuration.load(path, arguments.overrides)
+    config, _ = configuration.load(path, request.overrides)
     config = model_names.with_directories(config, hub.TEXT)
-    preview.show(jobs.job_of(config), arguments.show, Console())
+    preview.show(jobs.job_of(config), request.show, Console())
     return 0
 
 
@@ -369,6 +270,93 @@ def _eval(request: EvaluateRequest) -> int:
     return 0
 
 
+def _plan(request: PlanRequest) -> int:
+    import jax
+
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hide XLA's slow-compile notes
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # do not occupy a GPU of this machine
+    path = Path(request.file)
+    if path.suffix != ".gin":
+        path = Path(hub.local_directory(request.file, hub.TEXT))
+    if not path.is_dir():
+        path = _find_config(request.file)
+    with _require_extra("planning", "train"):
+        from jaxmem.planning import command
+    return command.run(dataclasses.replace(request, file=str(path)))
+
+
+def _doctor(request: requests.DoctorRequest) -> int:
+    from jaxmem.commands import doctor
+
+    return doctor.run(as_json=request.as_json)
+
+
+def _bench(request: requests.BenchRequest) -> int:
+    import jax
+
+    from jaxmem.commands import bench
+
+    on_cpu = jax.default_backend() == "cpu"
+    shape = request.shape or (bench.SHAPE_ON_CPU if on_cpu else bench.SHAPE_ON_GPU)
+    if request.tune:
+        lines = bench.tune(
+            shape, request.kernel, request.repetitions,
+            request.out or Path("tuned.json"),
+        )  # fmt: skip
+        for line in lines:
+            print(line, flush=True)
+        return 0
+    if request.kernel or request.out:
+        raise UsageError("--kernel and --out are for --tune")
+    dtype = request.dtype or ("float32" if on_cpu else "bfloat16")
+    device = jax.devices()[0].device_kind
+    print(f"N, D, V = {shape}, {dtype}, on {device}, jax {jax.__version__}", flush=True)
+    rows = bench.measure(shape, dtype, request.chunk, request.repetitions)
+    print(bench.table(rows))
+    return 0
+
+
+def _train(request: requests.TrainRequest) -> int:
+    path = None if request.file is None else _find_config(request.file)
+    with _require_extra("training", "train"):
+        from jaxmem.base import processes
+        from jaxmem.train import configuration, jobs, keys
+    if request.keys is not None:
+        described = request.keys or None, path, request.overrides
+        print(*configuration.describe_keys(*described), sep="\n")
+        return 0
+    assert path is not None
+    config, operative_text = configuration.load(path, request.overrides)
+    cluster = request.coordinator, request.processes, request.process_id
+    if request.cluster or any(value is not None for value in cluster):
+        processes.start(*cluster, heartbeat=request.heartbeat)
+    try:
+        with processes.together():
+            if processes.is_first():
+                _print_log(f"# {' '.join([str(path), *request.overrides])}")
+                if request.verbose:
+                    about = "# settings that differ from the defaults"
+                    _print_log(f"{about}\n{keys.differing(config)}")
+            jobs.train(config, operative_text)
+    finally:  # also where a signal has ended the run
+        with contextlib.suppress(BrokenPipeError):
+            if (error := _flush_stdout()) is not None:
+                why = f"the log on stdout is not complete: {error.strerror}"
+                print(f"jaxmem: {why}", file=sys.stderr)
+    return 0
+
+
+def _print_log(text: str) -> None:
+    """Print lines of a run's log; a full disk behind stdout does not end the run."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"jaxmem: stdout: {error.strerror}; the run goes on", file=sys.stderr)
+
+
 class _Command(NamedTuple):
     """A command whose flags are the fields of its request."""
 
@@ -376,17 +364,40 @@ class _Command(NamedTuple):
     run: Callable[[Any], int]
     help: str
     description: str
+    reads_models: bool = True
+
+    @property
+    def takes_settings(self) -> bool:
+        """True if settings are arguments, as in run.steps=200."""
+        return any(x.path == "overrides" for x in fields.fields(self.request))
 
     def add(self, commands: Any, name: str) -> None:
         """Add the command to the parser."""
         parser = commands.add_parser(name, help=self.help, description=self.description)
-        requests.add_flags(parser, self.request)
-        parser.set_defaults(
-            command=lambda arguments: self.run(requests.read(self.request, arguments))
-        )
+        flags.add_flags(parser, self.request)
+        if self.reads_models:
+            parser.add_argument(
+                "--ignore-keys", metavar="KEY,…", help="keys of config.json to ignore"
+            )
+        parser.set_defaults(command=self)
 
 
 _COMMANDS = {
+    "train": _Command(
+        requests.TrainRequest,
+        _train,
+        "train a language model, or resume the run in run.out_dir",
+        "Train a language model with the settings of a gin file.  Run the same command "
+        "again to resume from the newest checkpoint in run.out_dir.  SIGTERM and "
+        "Ctrl-C end a run after the current step, which is saved.",
+    ),
+    "data": _Command(
+        requests.DataRequest,
+        _data,
+        "show training records as tokens, and which tokens the loss counts",
+        "Print the first records of a job's data as tokens, and statistics of all "
+        "records. Tokens that the loss counts are green. Nothing is trained.",
+    ),
     "generate": _Command(
         GenerateRequest,
         _generate,
@@ -423,205 +434,33 @@ _COMMANDS = {
         "Evaluate a model on tasks of lm-evaluation-harness. The results go to --out, "
         "or to eval.json in the directory of a run, where report.html shows them.",
     ),
+    "plan": _Command(
+        PlanRequest,
+        _plan,
+        "estimate memory and time on devices that you need not have",
+        "Compile a job's programs for GPUs or TPUs, on any machine, and print the "
+        "memory and time that they take.  Exit status: 0 if the job fits, 1 if it "
+        "does not.",
+    ),
+    "doctor": _Command(
+        requests.DoctorRequest,
+        _doctor,
+        "show what jax finds on this machine, and known problems",
+        "Print versions, devices, the head's backend and known problems of this "
+        "machine.  Exit status: 0 if nothing is wrong, 1 otherwise.",
+        reads_models=False,
+    ),
+    "bench": _Command(
+        requests.BenchRequest,
+        _bench,
+        "measure time and memory of the head on this machine",
+        "Compare the time and memory of jaxmem's head with a head that stores the "
+        "logits, and with the bare matrix product. With --tune, measure tile sizes and "
+        "launch options of the Hopper kernels instead, and write the best ones to a "
+        "table.",
+        reads_models=False,
+    ),
 }
-
-
-def _add_plan(commands) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="estimate memory and time on devices that you need not have",
-        description="Compile a job's programs for GPUs or TPUs, on any machine, and "
-        "print the memory and time that they take.  Exit status: 0 if the job fits, "
-        "1 if it does not.",
-    )
-    plan.add_argument(
-        "file",
-        metavar="CONFIG",
-        help="a gin file; or the directory of a checkpoint, to plan scoring",
-    )
-    plan.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.field=value",
-        help="settings that replace those of the file; for scoring, options of "
-        "`jaxmem score`, as in base=nf4",
-    )
-    plan.add_argument(
-        "--device", required=True, help="name of the device, such as h200 or v5e"
-    )
-    plan.add_argument(
-        "--devices",
-        type=options.count,
-        help="number of devices (default: the product of the mesh axes)",
-    )
-    plan.add_argument(
-        "--hosts", type=options.count, default=1, help="number of hosts (default 1)"
-    )
-    plan.add_argument(
-        "--fit",
-        action="store_true",
-        help="also search for remat policies, offloading and batch sizes that fit",
-    )
-    plan.add_argument("--json", action="store_true", help="print all numbers, in bytes")
-    plan.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE.png",
-        help="draw the memory as a picture in this file",
-    )
-    plan.set_defaults(command=_plan)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    import jax
-
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # hide XLA's slow-compile notes
-    if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # do not occupy a GPU of this machine
-    path = Path(arguments.file)
-    if path.suffix != ".gin":
-        path = Path(hub.local_directory(arguments.file, hub.TEXT))
-    if not path.is_dir():
-        path = _find_config(arguments.file)
-    with _require_extra("planning", "train"):
-        from jaxmem.planning import command
-    return command.run(
-        command.PlanRequest(
-            path, tuple(arguments.overrides), arguments.device, arguments.devices,
-            arguments.hosts, arguments.fit, arguments.json, arguments.picture,
-        )
-    )  # fmt: skip
-
-
-def _add_doctor(commands) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="show what jax finds on this machine, and known problems",
-        description="Print versions, devices, the head's backend and known problems "
-        "of this machine.  Exit status: 0 if nothing is wrong, 1 otherwise.",
-    )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(command=_doctor)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from jaxmem.commands import doctor
-
-    return doctor.run(as_json=arguments.json)
-
-
-def _add_bench(commands) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="measure time and memory of the head on this machine",
-        description="Compare the time and memory of jaxmem's head with a head that "
-        "stores the logits, and with the bare matrix product. With "
-        "--tune, measure tile sizes and launch options of the Hopper "
-        "kernels instead, and write the best ones to a table.",
-    )
-    bench.add_argument(
-        "--shape",
-        type=options.shape,
-        metavar="N,D,V",
-        help="number of tokens, width of the hidden states, and size of the vocabulary",
-    )
-    bench.add_argument(
-        "--dtype",
-        choices=get_args(DType),
-        help="type of the hidden states and the vocabulary matrix",
-    )
-    bench.add_argument(
-        "--chunk",
-        type=options.chunk,
-        default=1024,
-        help="number of tokens whose logits exist at a time, or auto (default 1024)",
-    )
-    bench.add_argument(
-        "--repetitions",
-        type=options.count,
-        default=3,
-        help="number of measurements, whose median is printed (default 3)",
-    )
-    bench.add_argument(
-        "--tune",
-        action="store_true",
-        help="measure the tiles of the Hopper kernels instead",
-    )
-    bench.add_argument(
-        "--kernel",
-        action="append",
-        default=[],
-        help="with --tune, measure only this kernel; may be repeated",
-    )
-    bench.add_argument(
-        "--out", type=Path, help="with --tune, file for the table (default tuned.json)"
-    )
-    bench.set_defaults(command=_bench)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    import jax
-
-    from jaxmem.commands import bench
-
-    on_cpu = jax.default_backend() == "cpu"
-    shape = arguments.shape or (bench.SHAPE_ON_CPU if on_cpu else bench.SHAPE_ON_GPU)
-    if arguments.tune:
-        lines = bench.tune(
-            shape, arguments.kernel, arguments.repetitions,
-            arguments.out or Path("tuned.json"),
-        )  # fmt: skip
-        for line in lines:
-            print(line, flush=True)
-        return 0
-    if arguments.kernel or arguments.out:
-        raise UsageError("--kernel and --out are for --tune")
-    dtype = arguments.dtype or ("float32" if on_cpu else "bfloat16")
-    device = jax.devices()[0].device_kind
-    print(f"N, D, V = {shape}, {dtype}, on {device}, jax {jax.__version__}", flush=True)
-    rows = bench.measure(shape, dtype, arguments.chunk, arguments.repetitions)
-    print(bench.table(rows))
-    return 0
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    path = None if arguments.file is None else _find_config(arguments.file)
-    with _require_extra("training", "train"):
-        from jaxmem.base import processes
-        from jaxmem.train import configuration, jobs, keys
-    if arguments.keys is not None:
-        described = arguments.keys or None, path, arguments.overrides
-        print(*configuration.describe_keys(*described), sep="\n")
-        return 0
-    assert path is not None
-    config, operative_text = configuration.load(path, arguments.overrides)
-    cluster = arguments.coordinator, arguments.processes, arguments.process_id
-    if arguments.cluster or any(value is not None for value in cluster):
-        processes.start(*cluster, heartbeat=arguments.heartbeat)
-    try:
-        with processes.together():
-            if processes.is_first():
-                _print_log(f"# {' '.join([str(path), *arguments.overrides])}")
-                if arguments.verbose:
-                    about = "# settings that differ from the defaults"
-                    _print_log(f"{about}\n{keys.differing(config)}")
-            jobs.train(config, operative_text)
-    finally:  # also where a signal has ended the run
-        with contextlib.suppress(BrokenPipeError):
-            if (error := _flush_stdout()) is not None:
-                why = f"the log on stdout is not complete: {error.strerror}"
-                print(f"jaxmem: {why}", file=sys.stderr)
-    return 0
-
-
-def _print_log(text: str) -> None:
-    """Print lines of a run's log; a full disk behind stdout does not end the run."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        print(f"jaxmem: stdout: {error.strerror}; the run goes on", file=sys.stderr)
 
 
 @contextlib.contextmanager

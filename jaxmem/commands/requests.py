@@ -1,24 +1,83 @@
-"""Flags of commands, made from the annotations of their requests."""
+"""Requests of commands that are no library: their options."""
 
-import argparse
 import dataclasses
-import inspect
-import itertools
-import types
-import typing
-from typing import Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
-from jaxmem.base import fields
+from jaxmem.base import options
 from jaxmem.base.command_options import (
     CodeOptions,
     CommandOptions,
     DType,
     Flag,
     Positional,
-    flag_of,
 )
 
-_Request = TypeVar("_Request", bound=CommandOptions)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessOptions(CommandOptions):
+    """The processes of a run."""
+
+    TITLE: ClassVar = (
+        "several processes",
+        "every process runs the same command on its own devices",
+    )
+
+    cluster: Annotated[
+        bool, "take processes and address from SLURM, Open MPI or Kubernetes"
+    ] = False
+    coordinator: Annotated[
+        str | None, Flag(metavar="HOST:PORT"), "address of process 0"
+    ] = None
+    processes: Annotated[int | None, "number of processes"] = None
+    process_id: Annotated[int | None, "number of this process, counted from 0"] = None
+    heartbeat: Annotated[
+        int,
+        Flag(metavar="SECONDS"),
+        "seconds without a sign of life after which a process counts as dead, which "
+        "ends the run (default {default})",
+    ] = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainRequest(ProcessOptions):
+    """Options of `jaxmem train`; one of file and keys is set."""
+
+    file: Annotated[
+        str | None,
+        Positional("FILE.gin"),
+        "path of a gin file, or name of a shipped one",
+    ] = None
+    overrides: Annotated[
+        tuple[str, ...],
+        Positional("section.field=value"),
+        "settings that replace those of the file, as in run.steps=200 "
+        "data.source=notes.txt",
+    ] = ()
+    keys: Annotated[
+        str | None,
+        Flag(metavar="SECTION", bare=""),
+        "list the settings of all sections, or of one, with default, type and "
+        "meaning; FILE.gin adds the sections of its own job",
+    ] = None
+    verbose: Annotated[bool, "print the settings that differ from the defaults"] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DataRequest(CommandOptions):
+    """Options of `jaxmem data`."""
+
+    file: Annotated[
+        str, Positional("FILE.gin"), "path of a gin file, or name of a shipped one"
+    ]
+    overrides: Annotated[
+        tuple[str, ...],
+        Positional("section.field=value"),
+        "settings that replace those of the file",
+    ] = ()
+    show: Annotated[
+        int, Flag(parse=options.count), "number of records to print (default {default})"
+    ] = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,64 +102,39 @@ class ExportRequest(CodeOptions):
     dtype: Annotated[DType | None, "type of the saved weights"] = None
 
 
-def add_flags(parser: argparse.ArgumentParser, request: type[CommandOptions]) -> None:
-    """Add an argument for each field of a request.
+@dataclasses.dataclass(frozen=True)
+class DoctorRequest(CommandOptions):
+    """Options of `jaxmem doctor`."""
 
-    Positional arguments have the order of the fields. Flags of the command itself come
-    before those of the groups that commands share.
-    """
-    every = fields.fields(request)
-    positional = [field for field in every if field.fact(Positional)]
-    groups = map(inspect.get_annotations, request.__mro__)
-    flags = {field.path: field for field in every if field not in positional}
-    for field in positional:
-        nargs = {} if field.default is dataclasses.MISSING else {"nargs": "?"}
-        parser.add_argument(
-            field.path, metavar=flag_of(field), **nargs, **_shared(field)
-        )
-    for name in itertools.chain.from_iterable(groups):
-        if name in flags:
-            _add_flag(parser, flags.pop(name))
+    as_json: Annotated[bool, Flag("--json"), "print JSON"] = False
 
 
-def read(request: type[_Request], arguments: argparse.Namespace) -> _Request:
-    """The request of parsed arguments.
+@dataclasses.dataclass(frozen=True)
+class BenchRequest(CommandOptions):
+    """Options of `jaxmem bench`; kernel and out are for tune."""
 
-    Raises:
-        ValueError: an argument cannot be used, or not beside another.
-    """
-    values = vars(arguments).items()
-    return request(**{k: tuple(v) if isinstance(v, list) else v for k, v in values})
-
-
-def _add_flag(parser: argparse.ArgumentParser, field: fields.Setting) -> None:
-    flag, kind = field.fact(Flag) or Flag(), field.annotation
-    if field.is_optional:
-        kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
-    options: dict[str, Any] = {"dest": field.path, **_shared(field)}
-    if kind is bool:
-        parser.add_argument(flag_of(field), action="store_true", **options)
-        return
-    if flag.metavar is not None:
-        options["metavar"] = flag.metavar
-    if field.default is dataclasses.MISSING:
-        options["required"] = True
-    if flag.parse is not None:
-        options["type"] = flag.parse
-    elif typing.get_origin(kind) is Literal:
-        options["choices"] = typing.get_args(kind)
-    elif typing.get_origin(kind) is tuple:
-        options["action"] = "append"
-    elif kind is not str:
-        options["type"] = kind
-    parser.add_argument(flag_of(field), **options)
-
-
-def _shared(field: fields.Setting) -> dict[str, Any]:
-    """The help, with the default in place of `{default}`, which the request sets."""
-    default = field.default
-    default = f"{default:g}" if isinstance(default, float) else str(default)
-    return {
-        "help": field.help.replace("{default}", default),
-        "default": argparse.SUPPRESS,
-    }
+    shape: Annotated[
+        tuple[int, int, int] | None,
+        Flag(metavar="N,D,V", parse=options.shape),
+        "number of tokens, width of the hidden states, and size of the vocabulary",
+    ] = None
+    dtype: Annotated[
+        DType | None, "type of the hidden states and the vocabulary matrix"
+    ] = None
+    chunk: Annotated[
+        int | Literal["auto"],
+        Flag(parse=options.chunk),
+        "number of tokens whose logits exist at a time, or auto (default {default})",
+    ] = 1024
+    repetitions: Annotated[
+        int,
+        Flag(parse=options.count),
+        "number of measurements, whose median is printed (default {default})",
+    ] = 3
+    tune: Annotated[bool, "measure the tiles of the Hopper kernels instead"] = False
+    kernel: Annotated[
+        tuple[str, ...], "with --tune, measure only this kernel; may be repeated"
+    ] = ()
+    out: Annotated[
+        Path | None, "with --tune, file for the table (default tuned.json)"
+    ] = None

@@ -16,6 +16,7 @@ from jaxmem import devices
 from jaxmem.base import hub
 from jaxmem.planning import analytic, picture, plans, search
 from jaxmem.planning.analytic import ShapedPlan
+from jaxmem.planning.config import PlanRequest
 from jaxmem.planning.plans import Plan
 from jaxmem.planning.scoring import PLANNED, Scoring
 from jaxmem.score.config import ScoreConfig
@@ -26,27 +27,13 @@ _FITS, _DOES_NOT, _UNKNOWN = 0, 1, 2  # exit statuses
 _CUDNN = "pip install nvidia-cudnn-cu13 (0.9 GB installed; no GPU)"
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanRequest:
-    """The arguments of the command."""
-
-    path: Path
-    overrides: tuple[str, ...]
-    device: str
-    count: int | None = None  # None: as many as the config's mesh has
-    hosts: int = 1
-    fit: bool = False
-    as_json: bool = False
-    picture: Path | None = None
-
-
 def run(request: PlanRequest) -> int:
     """Print a plan; 0 if the job fits, 1 if not, 2 if shapes leave it open."""
     if request.picture is not None and os.path.lexists(request.picture):
         raise ValueError(f"--picture {request.picture} exists; name another file")
     device = devices.find(request.device)
-    job = load(request.path, request.overrides)
-    count = _count_devices(job, request.count)
+    job = load(Path(request.file), request.overrides)
+    count = _count_devices(job, request.devices)
     missing = devices.compiler_missing(device)
     if missing:
         if count > 1:  # the mesh needs as many devices, of any kind
