@@ -30,6 +30,7 @@ from tests.helpers.runs import changed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 HALF = changed(SMALL, grpo=dict(token_fraction=0.5))
+TERMS = dict(kl_coefficient=0.1, entropy_coefficient=0.05)
 
 
 def random_minibatch(rows=3, seed=0):
@@ -99,6 +100,9 @@ def test_gradient_bounds_hold_within_a_factor():
     np.testing.assert_allclose(
         gradient_bounds(config, weighted), bounds * factors[0] * factors[1], rtol=1e-6
     )
+    terms = dict(loss="grpo", kl_coefficient=0.3, entropy_coefficient=0.2)
+    ratio = gradient_bounds(changed(config, grpo=terms), part)[[0, 2]] / bounds[[0, 2]]
+    np.testing.assert_allclose(ratio, [[2.5 / 2.0] * 3, [1.0 / 0.5] * 3], rtol=1e-6)
     certain = part._replace(rollout=np.full(shape, 1e-4, "f4"))
     np.testing.assert_array_equal(gradient_bounds(config, certain), 0)
 
@@ -132,6 +136,23 @@ def test_tokens_are_kept_with_their_probability():
     share = np.mean(draws, axis=0)[part.learnable]
     np.testing.assert_allclose(share, probability, atol=0.05)
     assert probability.max() == 1 and probability.min() < 0.2
+
+
+@pytest.mark.parametrize("terms", [{}, TERMS], ids=str)
+def test_tokens_without_advantage_are_kept_for_other_terms(terms):
+    """A third has an advantage; others get the rest, if they have a gradient."""
+    part = random_minibatch(rows=300)
+    advantages = np.where(np.arange(300) % 3, 0, 1).astype("f4")
+    config = changed(HALF, grpo=dict(loss="dapo", **terms))
+    inverse = draw_tokens(config, 1, 0, part._replace(advantages=advantages)).inverse
+    probability = 1 / inverse[part.learnable]
+    idle = np.broadcast_to(advantages[:, None] == 0, inverse.shape)[part.learnable]
+    if terms:
+        assert probability.mean() == pytest.approx(0.5, rel=1e-6)
+        assert probability[idle].mean() > 0.2
+    else:
+        assert probability.mean() < 0.45
+        np.testing.assert_allclose(probability[idle], 0.05, rtol=1e-6)
 
 
 def test_equal_bounds_draw_uniformly(monkeypatch):
@@ -205,9 +226,6 @@ def gradients_of(config):
         return np.concatenate([np.ravel(x) for x in leaves]).astype(np.float64)
 
     return run
-
-
-TERMS = dict(kl_coefficient=0.1, entropy_coefficient=0.05)
 
 
 @pytest.mark.parametrize(

@@ -196,23 +196,26 @@ def draw_tokens(
 def gradient_bounds(config: GrpoJobConfig, part: Minibatch) -> np.ndarray:
     """Numbers [N, R] in proportion to bounds of the gradients of tokens.
 
-        bound = |A w| (1 - p),   1 - p <= norm of d(-ln p)/d(logits) <= sqrt(2) (1 - p)
+        bound = w (|A| + kl_coefficient + entropy_coefficient) (1 - p)
+        1 - p <= norm of d(-ln p)/d(logits) <= sqrt(2) (1 - p)
 
     for the advantage A, with the weights of a correction by sequences, the weight w in
     the average, and the probability p with which the sampler drew the token. The square
     of the norm is (1 - p)² plus the sum of the squares of the other probabilities, and
     that sum would make the draw's second moment smaller by 3% at most (Kantorovich).
+    The coefficients stand for the terms that do not vanish with the advantage.
     """
     assert part.rollout is not None
-    advantages = part.advantages
-    factors = [
-        part.average(config).weights[:, None],
-        advantages if advantages.ndim > 1 else advantages[:, None],
-        part.correction,
-        None if part.cut is None else part.cut.inverse,
-        np.maximum(-np.expm1(part.rollout.astype(np.float64)), 0),
-    ]
-    return abs(functools.reduce(np.multiply, [x for x in factors if x is not None]))
+    sizes = abs(part.advantages)
+    sizes = sizes if sizes.ndim > 1 else sizes[:, None]
+    if part.correction is not None:
+        sizes = sizes * part.correction
+    weights = part.average(config).weights[:, None]
+    if part.cut is not None:
+        weights = weights * part.cut.inverse
+    terms = config.grpo.kl_coefficient + config.grpo.entropy_coefficient
+    logprob = np.minimum(part.rollout.astype(np.float64), 0)
+    return weights * (sizes + terms) * -np.expm1(logprob)
 
 
 def keep_probabilities(bounds: np.ndarray, fraction: float) -> np.ndarray:
@@ -221,10 +224,9 @@ def keep_probabilities(bounds: np.ndarray, fraction: float) -> np.ndarray:
         π = min(1, max(fraction / 10, c · bound)),   c such that Σ π = fraction · M
 
     The least probability limits the weights 1/π where a bound is wrong: the sampler's
-    probability differs from the trainer's, or the loss has terms that do not vanish
-    with the advantage, as a KL term or entropies. If few bounds are above 0, these
-    tokens are always kept, and the sum is smaller. If none is, all have the
-    probability `fraction`.
+    probability differs from the trainer's, or the user's loss has a gradient where the
+    advantage is 0. If few bounds are above 0, these tokens are always kept, and the sum
+    is smaller. If none is, all have the probability `fraction`.
     """
     positive, least = bounds[bounds > 0], _LEAST_SHARE * fraction
     if not positive.size:
