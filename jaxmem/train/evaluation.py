@@ -27,6 +27,9 @@ class EvalConfig:
         "steps between evaluations; the last step is always evaluated. None: no "
         "evaluation, except at the end of a supervised run",
     ] = None
+    at_start: Annotated[
+        bool, "with eval.every, evaluate the weights before the first step too"
+    ] = False
     prompts: Annotated[
         int,
         integers(1),
@@ -69,7 +72,7 @@ class EvalConfig:
             lambda config: config.samples is None,
         ),
         unfit(
-            "patience samples",
+            "patience samples at_start",
             "is for evaluations during training, and there are none: set eval.every, "
             "the steps between them",
             lambda config: config.every is None,
@@ -113,6 +116,17 @@ class Evaluated(NamedTuple):
     more: str = ""  # further numbers, as its line has them
 
 
+class NoStep:
+    """The metrics of no step, for `Job.evaluate` of the initial weights."""
+
+    step = 0
+
+    def _replace(self, **values: Any) -> "NoStep":
+        """As a step's: numbers of an evaluation are left out."""
+        del values
+        return self
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluations:
     """A run's evaluations so far, which its checkpoints record.
@@ -126,6 +140,7 @@ class Evaluations:
     improved: float | None = None  # the cost of the last improvement
     without: int = 0  # evaluations since the last improvement
     is_reward: bool = False  # as in `Evaluated`
+    initial: float | None = None  # cost before the first step; None: not evaluated
 
     @classmethod
     def restored(cls, saved: Mapping[str, Mapping], directory: Path) -> "Evaluations":
@@ -158,6 +173,17 @@ class Evaluations:
         if self.improved is None or cost < self.improved - min_delta:
             new = dataclasses.replace(new, improved=cost, without=0)
         return new
+
+    def with_initial(self, evaluated: Evaluated) -> "Evaluations":
+        """The evaluations with that of the initial weights, which is never the best."""
+        cost, is_reward = evaluated.cost, evaluated.is_reward
+        return dataclasses.replace(self, initial=cost, is_reward=is_reward)
+
+    @property
+    def initial_line(self) -> str:
+        """A line about the evaluation of the initial weights."""
+        assert self.initial is not None
+        return f"before step 1 held out {self._number(self.initial)}"
 
     def exhausts(self, config: EvalConfig) -> bool:
         """True if the last `eval.patience` evaluations were no improvement."""
@@ -197,11 +223,14 @@ class Evaluations:
         return last if self.best is None else [*last, self.best_text]
 
     def summary(self) -> dict[str, float | int]:
-        """The best loss, or reward, with its step, for summary.json; {} without one."""
-        if self.best is None:
-            return {}
-        value = -self.best if self.is_reward else self.best
-        return {"best_held_out": value, "best_step": self.step}
+        """The best loss, or reward, and that of the start, for summary.json."""
+        sign = -1 if self.is_reward else 1
+        values: dict[str, float | int] = {}
+        if self.initial is not None and math.isfinite(self.initial):
+            values["initial_held_out"] = sign * self.initial
+        if self.best is not None:
+            values |= {"best_held_out": sign * self.best, "best_step": self.step}
+        return values
 
     def _number(self, cost: float) -> str:
         return f"reward {-cost:.3f}" if self.is_reward else f"{cost:.4f}"

@@ -19,6 +19,7 @@ from jaxmem.train import metrics, precision
 from jaxmem.train.evaluation import (
     EvalConfig,
     Evaluations,
+    NoStep,
     is_due,
     keep_best,
 )
@@ -180,6 +181,8 @@ class Run:
         with self._stop.deferred(), self._open_metrics(), self.progress:
             if self.taken < run.steps:
                 self.progress.waiting("compiling")
+            if self._evaluation.at_start and not self.taken:
+                self._evaluate_start(job, state)
             unread, number = None, self.taken
             while (ending := self._find_ending(number)) is None:
                 previous, number = unread, number + 1
@@ -286,6 +289,16 @@ class Run:
         if run.wandb_samples is None or not is_due(run.log_every, number, run.steps):
             return []
         return self._job.samples(run.wandb_samples)
+
+    def _evaluate_start(self, job: Job, state: TrainState) -> None:
+        """Evaluate the initial weights, and show the result."""
+        evaluated = job.evaluate(state, NoStep())
+        if evaluated is None:
+            return
+        own = evaluated.cost
+        cost = processes.by_first(lambda: own)
+        self.evaluations = self.evaluations.with_initial(evaluated._replace(cost=cost))
+        say(self._console, self.evaluations.initial_line + evaluated.more)
 
     def _evaluate_step(
         self, job: Job, state: TrainState, step_metrics: metrics.AnyMetrics

@@ -133,10 +133,12 @@ def test_own_rewards_are_learned_and_resume_bitwise(directory):
 @pytest.mark.full
 def test_patience_counts_evaluations_of_held_out_prompts():
     patience = "eval.every=1", "eval.patience=1", "eval.min_delta=2", "eval.prompts=4"
-    result, said = train(*patience)
+    result, said = train(*patience, "eval.at_start=True")
     rewards = [step.held_out_reward for step in result.history]
     assert len(rewards) == 2 and result.ended_by == "eval.patience"
     assert result.summary["best_held_out"] == max(rewards)
+    initial = result.summary["initial_held_out"]
+    assert f"before step 1 held out reward {initial:.3f}\n" in said
     assert f"step 1 held out reward {rewards[0]:.3f} (best, step 1)" in said
     assert "did not improve by more than 2 (best reward " in said
 

@@ -468,6 +468,18 @@ def test_run_ends_with_its_held_out_loss(with_held_out):
     assert 0 < found < held_out_loss(with_held_out)
 
 
+def test_at_start_evaluates_the_initial_weights(with_held_out):
+    config = changed(with_held_out, eval=dict(every=500, at_start=True))
+    result, said = train(config)
+    initial = result.summary["initial_held_out"]
+    np.testing.assert_allclose(initial, held_out_loss(with_held_out), rtol=1e-6)
+    assert f"before step 1 held out {initial:.4f}\n" in said
+    assert result.summary["best_held_out"] < initial
+    assert [s.step for s in result.history][:2] == [1, 2]
+    with pytest.raises(ValueError, match="at_start=True is for evaluations during "):
+        changed(config, eval=dict(every=None))
+
+
 def test_epochs_shorter_than_eval_every_are_evaluated_at_their_ends(with_held_out):
     config = changed(with_held_out, run=dict(epochs=2.0), eval=dict(every=500))
     counted = with_steps(jobs.job_of(config)).config
