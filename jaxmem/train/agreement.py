@@ -1,13 +1,12 @@
 """Settings, versions and files that the processes of a run must have in common."""
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import platform
 from pathlib import Path
 
 from jaxmem._version import __version__
-from jaxmem.base import hub
+from jaxmem.base import fields, hub
 from jaxmem.train.settings import JobConfig
 
 _PACKAGES = "jax", "jaxlib", "flax", "optax", "grain", "tokenizers", "numpy"
@@ -20,9 +19,8 @@ def facts(config: JobConfig) -> dict[str, str]:
     shared = {name: importlib.metadata.version(name) for name in _PACKAGES}
     shared |= {"jaxmem": __version__, "python": platform.python_version()}
     for section in config.sections():
-        part = getattr(config, section)
-        for field in dataclasses.fields(part):
-            key, value = f"{section}.{field.name}", getattr(part, field.name)
+        for path, value in fields.values_of(getattr(config, section)).items():
+            key = f"{section}.{path}"
             if key in _OF_EACH:
                 continue
             is_copy = isinstance(value, str) and hub.model_of(value) is not None

@@ -367,7 +367,7 @@ def test_impossible_models_are_refused_by_name(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(logits="lean"), "logits must be one of .*got 'lean'"),
+        (dict(logits="lean"), "logits must be 'fused' or .*, got 'lean'"),
         (dict(chunk=0), "chunk must be a positive number of tokens.*got 0"),
         (dict(chunk="big"), "chunk must be a positive number .*got 'big'"),
         (dict(gradient=2), "gradient must be None, .*got 2"),

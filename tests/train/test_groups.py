@@ -6,7 +6,6 @@ from typing import Annotated
 
 import pytest
 
-from jaxmem.base.fields import check
 from jaxmem.base.ranges import reals
 from jaxmem.data.config import DataConfig
 from jaxmem.train import configuration, keys, renamed_keys
@@ -31,9 +30,6 @@ class EmaConfig:
 
     rate: Annotated[float, reals(0, below=1), "weight of the newest weights"] = 0.1
     curve: Annotated[Curve, "shape of the rate"] = Curve(start=0.25)
-
-    def __post_init__(self):
-        check(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -100,7 +100,7 @@ def test_no_table_without_samples(tmp_path, monkeypatch):
 
 
 def test_samples_for_no_project_are_refused():
-    with pytest.raises(ValueError, match="^run.wandb_samples=8 needs run.wandb, the p"):
+    with pytest.raises(ValueError, match="^RunConfig.wandb_samples=8 needs run.wandb"):
         RunConfig(wandb_samples=8)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxmem._version import __version__
 from jaxmem.base import files, messages, processes
+from jaxmem.base.fields import values_of
 from jaxmem.checkpoints.directories import foreign_in
 from jaxmem.train.settings import JobConfig, RunConfig
 from jaxmem.train.state import checkpoint
@@ -209,9 +210,8 @@ def _has_traces(directory: Path) -> bool:
 def _paths_in(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Texts of a configuration that may be paths, by key."""
     for section in config.sections():
-        part = getattr(config, section)
-        for field in dataclasses.fields(part):
-            key, value = f"{section}.{field.name}", getattr(part, field.name)
+        for path, value in values_of(getattr(config, section)).items():
+            key = f"{section}.{path}"
             if key not in _WRITTEN:
                 yield from ((key, text) for text in _texts_in(value))
 
