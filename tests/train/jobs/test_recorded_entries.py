@@ -30,6 +30,12 @@ RECORDED = changed(SMALL, head=dict(gradient=("recorded", K)))
 SHARED = dict(share_prompts=True, max_tokens_train=128, max_tokens_forward=128)
 
 
+MIXED = dict(
+    feed_forwards=("experts",), experts=4, expert_ff=24, experts_per_token=2,
+    embed_scale=False, router_aux_loss_coef=0.01,
+)  # fmt: skip
+
+
 # ------------------------------------------------------------------- packing
 
 
@@ -142,6 +148,7 @@ def gradients_of(job, state, part):
         slow(dict(optimizer=dict(trainable="blocks"), model=dict(softcap=5.0))),
         dict(grpo=dict(correction="tis")),
         slow(dict(grpo=dict(entropy_coefficient=0.1, loss="gspo"))),
+        slow(dict(model=MIXED, grpo=dict(replay_routing=True))),
         slow(dict(mesh=dict(data=2, tensor=2), model=dict(kv_heads=2))),
         slow(
             dict(

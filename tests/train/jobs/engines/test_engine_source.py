@@ -16,6 +16,7 @@ from jaxmem.train.jobs.rollout.engine_source import EngineSource, seed_of
 from jaxmem.train.jobs.rollout.engines.protocol import EngineError
 from jaxmem.train.jobs.rollout.prompt_tasks import ends_of
 from tests.helpers import runs, texts
+from tests.helpers.cases import slow
 from tests.helpers.runs import refused
 from tests.helpers.sampler_pool import SamplerPool
 
@@ -77,8 +78,12 @@ def metrics_of(out_dir="run"):
     return [json.loads(line) for line in lines]
 
 
-def test_steps_equal_those_of_the_recorded_completions(pools):
-    result, printed = runs.train("grpo.gin", "run.save_rollouts=True")
+@pytest.mark.parametrize(
+    "overrides", [[], slow(['head.gradient=("recorded", 8)'])], ids=str
+)
+def test_steps_equal_those_of_the_recorded_completions(overrides, pools):
+    """Also of updates from entries, which an old pass records in both runs."""
+    result, printed = runs.train("grpo.gin", "run.save_rollouts=True", *overrides)
     pool = pools[0]
     assert [version for _, version, _ in pool.loaded] == [0, 1, 2]
     assert [name for name, *_ in pool.loaded] == ["v000000", "v000001", "v000002"]
@@ -94,9 +99,9 @@ def test_steps_equal_those_of_the_recorded_completions(pools):
     other, _ = runs.train(
         "grpo.gin", "task.source=run/rollouts/*.jsonl", "task.recorded=True",
         "run.out_dir=again", "rollouts.engine=None", "rollouts.urls=()",
-        "rollouts.weights=None", "task.reward='exact'",
+        "rollouts.weights=None", "task.reward='exact'", *overrides,
     )  # fmt: skip
-    for name in ("loss", "grad_norm", "reward", "mismatch_max"):
+    for name in ("loss", "grad_norm", "reward", "mismatch_max", "head_error"):
         ours = [getattr(step, name) for step in result.history]
         assert ours == [getattr(step, name) for step in other.history], name
 
