@@ -20,6 +20,7 @@ from jaxmem.heads.verbs import (
     HeadVerbs,
     Weights,
     check_options,
+    own_gradient,
 )
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -108,7 +109,7 @@ class LMHead(HeadVerbs, nnx.Module):
         self.dtype, self.param_dtype = dtype, param_dtype
         self.softcap, self.chunk = softcap, chunk
         self.vocab_size, self.implementation = vocab_size, implementation
-        self.gradient, self.vocab_groups = gradient, vocab_groups
+        self.gradient, self.vocab_groups = own_gradient(gradient), vocab_groups
         self.sharding = sharding
         check_options(self, columns)
         if tied_to is None:

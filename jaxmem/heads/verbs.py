@@ -323,13 +323,19 @@ def check_options(head: Any, columns: int) -> None:
     checks.check_chunk(head.chunk, tokens=1, columns=columns)
     checks.check_vocab_size(head.vocab_size, columns)
     choose.check(head.implementation)
-    if isinstance(gradients.check(head.gradient), gradients.Recorded):
+    own_gradient(head.gradient)
+    # `HeadSharding` pads the columns; the verbs check those of a head without it.
+    checks.check_vocab_groups(head.vocab_groups, columns=0, n_shards=1)
+
+
+def own_gradient(gradient: Gradient | None) -> Gradient | None:
+    """The gradient of a head's calls that name none; an error for recorded entries."""
+    if isinstance(gradients.check(gradient), gradients.Recorded):
         raise ValueError(
             "gradient=Recorded(entries) must be given to logprobs, token_stats, loss "
             "or token_loss, because entries are of one call's tokens"
         )
-    # `HeadSharding` pads the columns; the verbs check those of a head without it.
-    checks.check_vocab_groups(head.vocab_groups, columns=0, n_shards=1)
+    return gradient
 
 
 def _cross_entropy(stats):

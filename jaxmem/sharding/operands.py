@@ -98,12 +98,7 @@ def read(plan, values, split) -> dict[str, Any]:
         values["vocab_size"] = vocab_size
     operands |= _read_rows(values, shape, split, vocab_size)
     operands |= _read_key(values, shape, split, vocab_size)
-    if isinstance(values.get("gradient"), gradients.Recorded):
-        entries = values["gradient"].entries
-        entries = recorded.check(entries, shape)
-        empty = recorded.EMPTY, *(0,) * (len(entries) - 1)
-        placed = map(Operand, entries, (split,) * len(entries), empty)
-        operands["gradient"] = gradients.Recorded(RecordedEntries(*placed))
+    operands |= _read_recorded(values.get("gradient"), shape, split)
     if "target" in values:
         where = checks.read_where(values["where"], shape)
         target, places = values["target"], Places(plan, where, shape, vocab_size, split)
@@ -188,6 +183,18 @@ def _read_key(values, shape, of_tokens, vocab_size):
         return {}
     keys = column_sampling.token_keys(values["key"], shape)
     return {"key": Operand(jax.random.key_data(keys), of_tokens)}
+
+
+def _read_recorded(gradient, shape, of_tokens) -> dict[str, Any]:
+    """Recorded entries, split as tokens are; their columns are of all shards."""
+    if not isinstance(gradient, gradients.Recorded):
+        return {}
+    entries = recorded.check(gradient.entries, shape)
+    fills = recorded.EMPTY, *(0,) * (len(entries) - 1)
+    placed = (
+        Operand(x, of_tokens, fill) for x, fill in zip(entries, fills, strict=True)
+    )
+    return {"gradient": gradients.Recorded(RecordedEntries(*placed))}
 
 
 def _read_temperature(name, value, shape, of_tokens):

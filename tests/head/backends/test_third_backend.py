@@ -69,3 +69,23 @@ def test_dense_backend_samples_as_xla(name, request):
     want = values_and_gradients(jaxmem, name, make(), HEAD, SAMPLE)
     request.getfixturevalue("only_dense")
     assert_near(values_and_gradients(jaxmem, name, make(), HEAD, SAMPLE), want)
+
+
+def test_dense_backend_runs_recorded_entries(only_dense):
+    """The old pass, and results and gradients from what it recorded."""
+    p, key = make(), jax.random.key(1)
+    head = jaxmem.Head(p["W"], bias=p["bias"], **HEAD)
+    entries = jaxmem.record_entries(p["hidden"], head, p["labels"], 6, key)
+
+    def total(hidden, head):
+        gradient = jaxmem.Recorded(entries)
+        stats = jaxmem.token_stats(hidden, head, p["labels"], gradient=gradient)
+        return (stats.logprob - stats.entropy).sum(), stats
+
+    with jaxmem.report() as calls:
+        slopes, stats = jax.grad(total, (0, 1), has_aux=True)(p["hidden"], head)
+    assert [call.implementation for call in calls.calls] == ["dense"]
+    want = reference.token_stats(p["hidden"], head, p["labels"])
+    assert_near(stats.logprob, want.logprob)  # no weight has changed
+    assert_near(stats.entropy, want.entropy)
+    assert all(abs(x).max() > 0 for x in jax.tree.leaves(slopes))
