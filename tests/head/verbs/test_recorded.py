@@ -488,6 +488,39 @@ def test_over_a_mesh_as_on_one_device(split):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_tokens_split_by_jit(kind):
+    """Entries are split by their types, or as XLA splits the tokens."""
+    axis_type = getattr(jax.sharding.AxisType, kind)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(axis_type,))
+    (h, W), (new_h, new_W), y = problem()
+    entries = jaxmem.record_entries(h, W, y, K, KEY)
+
+    def loss(h, W, y, entries):
+        return jnp.sum(jaxmem.logprobs(h, W, y, gradient=Recorded(entries)))
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    want = run(new_h, new_W, y, entries)
+    along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    split_h, split_y, split = jax.device_put((new_h, y, entries), along)
+    got = run(split_h, new_W, split_y, split)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_under_vmap():
+    (h, W), (new_h, new_W), y = problem()
+    entries = jaxmem.record_entries(h, W, y, K, KEY)
+    want = jaxmem.logprobs(new_h, new_W, y, gradient=Recorded(entries))
+
+    def one(h, y, entries):
+        return jaxmem.logprobs(h, new_W, y, gradient=Recorded(entries))
+
+    cut = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), (new_h, y, entries))
+    np.testing.assert_allclose(jax.vmap(one)(*cut).reshape(-1), want, atol=1e-6)
+
+
 def test_entries_of_some_tokens_give_their_results():
     (h, W), (new_h, new_W), y = problem()
     entries = jaxmem.record_entries(h, W, y, K, KEY)
