@@ -64,7 +64,7 @@ def matrices(decoder: Decoder, of_experts: float) -> tuple[float, int]:
 def prefill_operations(decoder: Decoder, rows: int, width: int) -> float:
     """Operations of the products: blocks, causal attention, the head at last tokens."""
     sizes = decoder.config
-    blocks, head = matrices(decoder, sizes.experts_per_token)
+    blocks, head = matrices(decoder, sizes.experts.per_token)
     attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * rows * width**2
     return 2.0 * rows * (width * blocks + head) + attention
 
@@ -75,9 +75,9 @@ def read_bytes(decoder: Decoder, rows: int, tokens: int) -> float:
     Of experts, as many as independent, even choices of the rows are expected to have.
     """
     sizes, chosen = decoder.config, 0.0
-    if sizes.experts is not None:
-        left_out = (1 - sizes.experts_per_token / sizes.experts) ** rows
-        chosen = sizes.experts * (1 - left_out)
+    if sizes.experts.count is not None:
+        left_out = (1 - sizes.experts.per_token / sizes.experts.count) ** rows
+        chosen = sizes.experts.count * (1 - left_out)
     size = jnp.dtype(sizes.dtype).itemsize
     cache = 2 * sizes.layers * rows * tokens * sizes.kv_heads * sizes.head_dim
     return size * (sum(matrices(decoder, chosen)) + cache)

@@ -173,7 +173,7 @@ def measure(made: Verifier, rows: int) -> dict[str, Any]:
         2
         * rows
         * variant.width
-        * sum(decode_jax.matrices(decoder, sizes.experts_per_token))
+        * sum(decode_jax.matrices(decoder, sizes.experts.per_token))
     )
     account = made.compiled.memory_analysis()
     assert account is not None

@@ -36,8 +36,10 @@ def decoder_config(model, length, **more):
     """transformers' Llama, Qwen3, Gemma 3 or Qwen3-MoE, of a `ModelConfig`."""
     import transformers
 
-    if model.sinks:
-        raise ValueError("model.sinks=True: this benchmark has no peer for gpt-oss")
+    if model.self_attn.sinks:
+        raise ValueError(
+            "model.self_attn.sinks=True: this benchmark has no peer for gpt-oss"
+        )
     sizes = dict(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden,
@@ -46,23 +48,25 @@ def decoder_config(model, length, **more):
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads,
         head_dim=model.head_dim,
-        rms_norm_eps=model.norm_eps,
+        rms_norm_eps=model.norm.eps,
         max_position_embeddings=length,
         tie_word_embeddings=model.tied,
         **more,
     )
-    if model.window is not None:
-        return transformers.Gemma3TextConfig(**sizes, sliding_window=model.window)
-    if model.experts is None and not model.qk_norm:
+    if model.self_attn.window is not None:
+        return transformers.Gemma3TextConfig(
+            **sizes, sliding_window=model.self_attn.window
+        )
+    if model.experts.count is None and not model.qk_norm.enabled:
         return transformers.LlamaConfig(**sizes)
-    if model.experts is None:
+    if model.experts.count is None:
         return transformers.Qwen3Config(**sizes)
     config = transformers.Qwen3MoeConfig(
         **sizes,
-        moe_intermediate_size=model.expert_ff,
-        num_experts=model.experts,
-        num_experts_per_tok=model.experts_per_token,
-        norm_topk_prob=model.router_renormalised,
+        moe_intermediate_size=model.experts.ff,
+        num_experts=model.experts.count,
+        num_experts_per_tok=model.experts.per_token,
+        norm_topk_prob=model.router.renormalised,
     )
     config._experts_implementation = "grouped_mm"
     return config

@@ -32,11 +32,23 @@ D, V = 128, 16384
 SPREADS = {"flat": 1.0, "policy": 3.0, "peaked": 8.0}
 BANDS = {"strict": (0.999, 1.002), "1_01": (0.99, 1.01), "icepop": (0.5, 5.0)}
 STATISTICS = ("geometric_mean", "every_token")
-EXPERTS = ModelConfig(
-    layers=8, hidden=128, heads=4, kv_heads=2, head_dim=32, vocab_size=4096,
-    feed_forwards=("experts",), experts=32, experts_per_token=4, expert_ff=64,
-    router_renormalised=True, tied=False, dtype="bfloat16",
-)  # fmt: skip
+EXPERTS = ModelConfig().replaced(
+    {
+        "layers": 8,
+        "hidden": 128,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+        "feed_forwards": ("experts",),
+        "experts.count": 32,
+        "experts.per_token": 4,
+        "experts.ff": 64,
+        "router.renormalised": True,
+        "tied": False,
+        "dtype": "bfloat16",
+    }
+)
 PROMPT = 16  # tokens
 
 

@@ -43,8 +43,8 @@ VARIANTS = (
 )  # fmt: skip
 # Sizes that a checkpoint sets.
 SIZES = (
-    "vocab_size layers hidden ff heads kv_heads head_dim rope_theta norm_eps qk_norm "
-    "activation tied embed_scale"
+    "vocab_size layers hidden ff heads kv_heads head_dim tied rope.theta norm.eps "
+    "qk_norm.enabled mlp.activation embedding.scaled"
 ).split()
 FROM_CHECKPOINT = [f"model.{name}=None" for name in SIZES]
 LAST = 20  # steps whose mean reward is compared

@@ -41,7 +41,7 @@ run.checkpoint_every = 1000
 eval.keep_best = False
 """
 DECODER = (
-    "model.tied=False", "model.embed_scale=True", "run.seed=100",
+    "model.tied=False", "model.embedding.scaled=True", "run.seed=100",
     "optimizer.learning_rate=5e-3", "optimizer.weight_decay=0.1",
 )  # fmt: skip
 TARGETS = ("query", "key", "value", "output", "gate", "up", "down")

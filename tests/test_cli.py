@@ -375,7 +375,7 @@ def test_train_prints_settings_after_verbose(directory, monkeypatch, capsys):
     assert cli.main(["train", "tiny.gin", "--verbose", "run.steps=7"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("# tiny.gin run.steps=7\n# settings that differ from the")
-    assert "\nrun.steps = 7\n" in said and "model.norm_eps" not in said
+    assert "\nrun.steps = 7\n" in said and "model.norm.eps" not in said
 
 
 @pytest.mark.slow
@@ -390,7 +390,7 @@ def test_train_saves_on_sigterm_and_resumes(directory, monkeypatch, capfd):
     assert caught.value.code == 143
     said, error = capfd.readouterr()
     operative = Path("run/operative.gin").read_text()
-    assert "\nrun.steps = 4\n" in operative and "\nmodel.norm_eps = " in operative
+    assert "\nrun.steps = 4\n" in operative and "\nmodel.norm.eps = " in operative
     assert error.strip() == (
         "jaxmem: SIGTERM: stopping after this step; send it again a "
         "second later to stop at once"

@@ -1,6 +1,5 @@
 """The benchmark of decoding: its variants, its counts, and both sides at tiny sizes."""
 
-import dataclasses
 import importlib.util
 import json
 
@@ -30,8 +29,13 @@ def test_bytes_of_step_and_operations_of_prefill():
     keys_and_values = 3 * 5 * 10 * 2 * 2 * 4  # layers, rows, tokens, both, heads, width
     read = decode_jax.read_bytes(decoder, rows=5, tokens=10)
     assert read == 2 * (3 * layer + 8 * 32 + keys_and_values)
-    sparse = dataclasses.replace(
-        sizes, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=6
+    sparse = sizes.replaced(
+        {
+            "feed_forwards": ("experts",),
+            "experts.count": 4,
+            "experts.per_token": 2,
+            "experts.ff": 6,
+        }
     )
     mixed = decoders.drawn(sparse)
     expert = 3 * 8 * 6

@@ -199,6 +199,8 @@ def build(
         except ValueError as error:
             text = str(error).replace(f"{field.group.__name__}.", f"{whole}.")
             raise ValueError(text) from error
+    if unknown := inner.keys() - own.keys():
+        raise TypeError(f"{section.__name__} has no group {sorted(unknown)[0]!r}")
     return section(**own) if base is None else dataclasses.replace(base, **own)
 
 

@@ -20,7 +20,8 @@ from jaxmem.checkpoints import adapter_tensors, base_record, names
 from jaxmem.checkpoints.adapter_tensors import ModuleAdapter, Site, target_of
 from jaxmem.checkpoints.config_reader import Reader, read_object
 from jaxmem.checkpoints.families.family import Family
-from jaxmem.models.config import RANGES, SAVED, TARGETS, ModelConfig
+from jaxmem.models.architecture import POSITIVE
+from jaxmem.models.config import SAVED, TARGETS, ModelConfig
 from jaxmem.models.decoder import Decoder, abstract_decoder
 from jaxmem.models.weights import by_path
 
@@ -155,9 +156,9 @@ class _Scaling:
         """Read the keys of adapter_config.json."""
         return cls(
             reader.take("r", int, within=_RANK),
-            reader.take("lora_alpha", float, within=RANGES["lora_alpha"]),
+            reader.take("lora_alpha", float, within=POSITIVE),
             _read_pattern(reader, "rank_pattern", (int,), _RANK),
-            _read_pattern(reader, "alpha_pattern", (int, float), RANGES["lora_alpha"]),
+            _read_pattern(reader, "alpha_pattern", (int, float), POSITIVE),
             bool(reader.take("use_rslora", (bool, type(None)), None)),
         )
 

@@ -84,7 +84,7 @@ def _expert_site(module: str, naming: names.Naming, layers: tuple[int, ...]) -> 
     full = naming.full(experts_module(naming.family) + ".")[:-1]
     stored = names.Stored((), (), True)
     if len(parts) > 1:
-        width = naming.config.expert_ff or 0
+        width = naming.config.experts.ff or 0
         interleaved = naming.family.joined_by.get(f"{_EXPERTS}gate/kernel")
         heads = width if interleaved == "number" else None
         rows = (width,) * len(parts)
@@ -165,7 +165,7 @@ class AdapterReader:
         return jnp.asarray(np.stack(layers) if site.leading else layers[0])
 
     def _experts(self, site: Site) -> int:
-        return (self._naming.config.experts or 1) if site.parameter else 1
+        return (self._naming.config.experts.count or 1) if site.parameter else 1
 
     def _by_layer(
         self,

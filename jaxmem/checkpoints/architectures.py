@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.base import hub, messages
+from jaxmem.base.fields import build
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints import coded_files, names, quantization
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
@@ -100,7 +101,7 @@ def parse_config(path: Path, raw: Mapping[str, Any]) -> CheckpointConfig:
         "pad_row": _pad_row(family, reader),
     }
     try:
-        model = ModelConfig(**fields)
+        model = build(ModelConfig, fields)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     positions = reader.take(family.positions_key, int, within=_POSITIONS)

@@ -5,7 +5,6 @@ trying: the first family whose config.json is read back as the decoder's own set
 exactly that model.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import processors
 
+from jaxmem.base.fields import values_of
 from jaxmem.checkpoints.architectures import parse_config
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
 from jaxmem.checkpoints.families import FAMILIES, ropes
@@ -49,7 +49,7 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
             settings that the nearest one lacks.
     """
     nearest: list[str] | None = None
-    model = dataclasses.replace(model, attention_scale=model.score_scale)
+    model = model.replaced({"self_attn.scale": model.score_scale})
     for family in FAMILIES:
         raw = family.write(model, max_positions)
         differing = _lost_settings(model, raw)
@@ -78,17 +78,17 @@ def _lost_settings(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | No
 
 def _normal_settings(model: ModelConfig) -> dict[str, Any]:
     """Every setting that affects results, each in one form."""
-    fields = {k: v for k, v in dataclasses.asdict(model).items() if k not in FREE}
+    fields = {k: v for k, v in values_of(model).items() if k not in FREE}
     fields["pattern"] = model.by_layer("pattern")
-    fields["attention_scale"] = f"{model.score_scale:.12g}"
-    if model.rope_scaling is None:
-        fields["rope_factor"] = 1.0
-    if model.rope_scaling != "llama3":
+    fields["self_attn.scale"] = f"{model.score_scale:.12g}"
+    if model.rope.scaling is None:
+        fields["rope.factor"] = 1.0
+    if model.rope.scaling != "llama3":
         fields |= dict.fromkeys(
-            ("rope_low_factor", "rope_high_factor", "rope_original")
+            ("rope.low_factor", "rope.high_factor", "rope.original_length")
         )
-    if "local" not in fields["pattern"] or model.local_rope_theta == model.rope_theta:
-        fields["local_rope_theta"] = None
+    if "local" not in fields["pattern"] or model.rope.local_theta == model.rope.theta:
+        fields["rope.local_theta"] = None
     return fields
 
 

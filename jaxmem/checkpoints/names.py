@@ -77,7 +77,7 @@ class Naming:
         leading = () if stack is None else (len(layers),)
         experts = range(1)
         if name.count("{}") == 2:  # a tensor of each expert
-            experts = range(self.config.experts or 0)
+            experts = range(self.config.experts.count or 0)
             leading = *leading, len(experts)
         full = self.full(name)
         tensors = tuple(full.format(i, j) for i in layers for j in experts)
@@ -127,25 +127,25 @@ class Naming:
         modules = [(part + end).rpartition("/")[0] for part in parts]
         rows = tuple(map(self._count_outputs, modules))
         config, unit = self.config, self.family.joined_by.get(parts[0])
-        counts = {"head": config.heads, "key_head": config.delta_key_heads}
+        counts = {"head": config.heads, "key_head": config.delta.key_heads}
         heads = (counts | {"number": rows[0], None: None})[unit]
         return stored._replace(joined=joined, rows=rows, heads=heads)
 
     def _count_outputs(self, module: str) -> int:
         config, (part, name) = self.config, module.rpartition("/")[::2]
         if part.endswith("/experts"):
-            return config.expert_ff or 0
-        latent = config.latent is not None
-        rotated = config.rotated_width or 0
-        queries, states = config.heads * config.head_dim, config.delta_heads or 0
-        keys = config.delta_key_heads * config.delta_key_dim
-        values = states * config.delta_value_dim
+            return config.experts.ff or 0
+        latent = config.is_latent
+        rotated = config.latent.rope_head_dim or 0
+        queries, states = config.heads * config.head_dim, config.delta.heads or 0
+        keys = config.delta.key_heads * config.delta.key_dim
+        values = states * config.delta.value_dim
         sizes = {
             "query": queries,
             "query_up": queries,
             "key": config.kv_heads * (config.head_dim - rotated * latent),
             "value": config.kv_heads * config.value_width,
-            "latent": config.latent or 0,
+            "latent": config.latent.kv_rank or 0,
             "rotated": rotated,
             **dict.fromkeys(("delta_query", "delta_key"), keys),
             **dict.fromkeys(("delta_value", "delta_gate"), values),
@@ -160,7 +160,7 @@ class Naming:
         pairs, config = self.family.pairs, self.config
         part, name = module.rpartition("/")[::2]
         kinds = ("query", "key", "query_norm", "key_norm")
-        if config.latent is not None:
+        if config.is_latent:
             kinds = ("query", "query_up", "rotated")
         if pairs == "halves" or part != "blocks/attention" or name not in kinds:
             return None
@@ -178,7 +178,7 @@ class Naming:
             head += range(width, config.head_dim)
         outputs = self._count_outputs(name.removesuffix("_norm"))
         count = outputs // config.head_dim
-        if name.endswith("_norm") and config.qk_norm_axis == "head":
+        if name.endswith("_norm") and config.qk_norm.axis == "head":
             count = 1
         return tuple(i * config.head_dim + j for i in range(count) for j in head)
 

@@ -12,6 +12,7 @@ from flax import nnx, traverse_util
 
 from jaxmem import remat
 from jaxmem.base import messages
+from jaxmem.base.fields import value_of, values_of
 from jaxmem.checkpoints import merging, names, quantization
 from jaxmem.checkpoints.adapter_config import AdapterConfig, read_adapter_config
 from jaxmem.checkpoints.adapters import read_adapter
@@ -79,7 +80,7 @@ def load(
 
     >>> from jaxmem import checkpoints
     >>> decoder = checkpoints.load("tests/checkpoints/tiny/qwen3", dtype="float32")
-    >>> decoder.config.qk_norm, decoder.embed.embedding.dtype
+    >>> decoder.config.qk_norm.enabled, decoder.embed.embedding.dtype
     (True, dtype(bfloat16))
     """
     config, added = _configured(
@@ -328,10 +329,11 @@ def save(
         decoder.config, **(_config_choices(config.model) | changed)
     )
     if ours != config.model:
+        described = values_of(config.model)
         differing = [
-            f"{f.name}={getattr(ours, f.name)!r}, not {getattr(config.model, f.name)!r}"
-            for f in dataclasses.fields(ours)
-            if getattr(ours, f.name) != getattr(config.model, f.name)
+            f"{key}={value!r}, not {described[key]!r}"
+            for key, value in values_of(ours).items()
+            if value != described[key]
         ]
         raise CheckpointError(
             f"{config.path} describes another model than the decoder, which has "
@@ -392,9 +394,9 @@ def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, A
     try:
         return decoder, describe(model, max_positions)
     except CheckpointError:
-        if not model.embed_scale:
+        if not model.embedding.scaled:
             raise
-    plain = dataclasses.replace(model, embed_scale=False, tied=False)
+    plain = model.replaced({"embedding.scaled": False, "tied": False})
     described = describe(plain, max_positions)
     flat = by_path(decoder)
     table = flat["embed/embedding"]
@@ -455,17 +457,16 @@ def with_checkpoint(model: ModelConfig) -> ModelConfig:
         choices["pad_row"] = read.pad_row
     if model.router_aux_loss_coef is None:
         choices["router_aux_loss_coef"] = read.router_aux_loss_coef
-    elif model.router_aux_loss_coef and read.experts is None:
+    elif model.router_aux_loss_coef and read.experts.count is None:
         raise ValueError(
             f"model.router_aux_loss_coef={model.router_aux_loss_coef:g} is for a "
             f"model with experts, but {model.checkpoint} has none; leave it out"
         )
+    defaults, of_checkpoint = values_of(default), values_of(read)
     differing = [
-        field.name
-        for field in dataclasses.fields(model)
-        if field.name not in choices
-        and getattr(model, field.name)
-        not in (getattr(read, field.name), getattr(default, field.name))
+        key
+        for key, value in values_of(model).items()
+        if key not in choices and value not in (of_checkpoint[key], defaults[key])
     ]
     if differing:
         raise ValueError(_describe_differing(model, read, differing))
@@ -476,8 +477,8 @@ def _describe_differing(
     model: ModelConfig, read: ModelConfig, names: Sequence[str]
 ) -> str:
     facts = [
-        f"model.{name}={getattr(model, name)!r} differs from the checkpoint's "
-        f"{getattr(read, name)!r}"
+        f"model.{name}={value_of(model, name)!r} differs from the checkpoint's "
+        f"{value_of(read, name)!r}"
         for name in names
     ]
     removals = " ".join(f"model.{name}=None" for name in names)

@@ -41,7 +41,8 @@ def attend(
 
 def advice(config: ModelConfig) -> str | None:
     """A line about cuDNN's kernel of packed rows if it can run and is not chosen."""
-    supported = config.window is None and config.reason_without_cudnn() is None
+    why_not = config.reason_without_cudnn()
+    supported = config.self_attn.window is None and why_not is None
     if config.attention or not supported or hopper.refuses_machine() is not None:
         return None
     return (

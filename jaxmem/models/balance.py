@@ -13,7 +13,7 @@ class Choice(NamedTuple):
     """A router's logits and choice of experts for each token."""
 
     logits: jax.Array  # f32 [B, T, experts]
-    chosen: jax.Array  # int32 [B, T, experts_per_token]
+    chosen: jax.Array  # int32 [B, T, experts.per_token]
     own: jax.Array  # the router's own choice; `chosen` may be replayed
 
 
@@ -36,9 +36,9 @@ class Routed(NamedTuple):
 
 def nothing(config: ModelConfig) -> Routed | None:
     """The sums before the first token; None for a model without experts."""
-    if config.experts is None:
+    if config.experts.count is None:
         return None
-    every = jnp.zeros((config.layers, config.experts), jnp.float32)
+    every = jnp.zeros((config.layers, config.experts.count), jnp.float32)
     return Routed(every, every, every[:, 0], every[:, 0])
 
 
@@ -104,7 +104,7 @@ def with_loss(
     if routed is None or not config.router_aux_loss_coef:
         return value
     factor = config.router_aux_loss_coef * jnp.asarray(share, jnp.float32)
-    return value + factor * loss(routed, config.experts_per_token)
+    return value + factor * loss(routed, config.experts.per_token)
 
 
 def report(routed: Routed, experts_per_token: int) -> dict[str, float]:

@@ -20,12 +20,12 @@ def check(config: ModelConfig, sequence: int = 1) -> None:
     problem = None
     if config.factory is not None:
         problem = f"model.factory={config.factory!r} is another decoder"
-    elif config.window is not None:
+    elif config.self_attn.window is not None:
         problem = f"model.pattern={config.pattern} has windows"
     elif set(config.mixers) != {"attention"}:
         problem = f"model.mixers={config.mixers} are not all 'attention'"
-    elif config.rope_limit is not None:
-        problem = f"model.rope_limit={config.rope_limit}: rotation depends on lengths"
+    elif config.rope.limit is not None:
+        problem = f"model.rope.limit={config.rope.limit}: rotation depends on lengths"
     elif sequence > 1:
         problem = f"mesh.sequence={sequence} is above 1"
     if problem is not None:

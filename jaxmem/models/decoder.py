@@ -149,13 +149,13 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.embed = embedding.of_tokens(config, rngs)
-        if config.learned_positions is not None:
-            self.positions = embedding.table(config, config.learned_positions, rngs)
-        if config.embed_norm:
+        if config.embedding.positions is not None:
+            self.positions = embedding.table(config, config.embedding.positions, rngs)
+        if config.embedding.norm:
             self.embed_norm = norms.make_norm(config, config.hidden, rngs)
         for stack in structure.stacks(config).values():
             setattr(self, stack.name, make_stack(stack, rngs))
-        if config.layer_input is not None:
+        if config.embedding.per_layer_width is not None:
             self.layer_inputs = LayerInputs(config, rngs=rngs)
         self.norm = norms.make_norm(config, config.hidden, rngs)
         self.head = make_head(config, head or HeadConfig(), self.embed, rngs)
@@ -241,12 +241,12 @@ class Decoder(nnx.Module):
         return self._final_norm(x), routed
 
     def _final_norm(self, x: jax.Array) -> jax.Array:
-        x, multiplier = self.norm(x), self.config.logit_multiplier
+        x, multiplier = self.norm(x), self.config.logits.multiplier
         return x if multiplier == 1 else x * jnp.asarray(multiplier, x.dtype)
 
     def _layer_inputs(self, tokens: Ids, x: jax.Array) -> jax.Array | None:
-        """Inputs of layers beside x, [layers, B, T, layer_input]; None without any."""
-        if self.config.layer_input is None:
+        """Inputs of layers beside x, [layers, B, T, per_layer_width]; None without."""
+        if self.config.embedding.per_layer_width is None:
             return None
         return self.layer_inputs(jnp.asarray(tokens), x)
 
@@ -480,9 +480,9 @@ class Decoder(nnx.Module):
                 raise ValueError(
                     f"layers with the mixer {kind!r} cannot take back drafted tokens"
                 )
-        if config.rope_long_factors is not None:
+        if config.rope.long_factors is not None:
             raise ValueError(
-                "a model with model.rope_long_factors cannot take back drafted tokens, "
+                "a model with model.rope.long_factors cannot take back drafted tokens, "
                 "as it reads rows again that become long"
             )
 
@@ -493,7 +493,7 @@ class Decoder(nnx.Module):
         x = embedding.look_up(self, tokens, positions)
 
         def visible(kind: str) -> kv_cache.Seen:
-            if count > 1 and config.window is None:
+            if count > 1 and config.self_attn.window is None:
                 return kv_cache.Seen(cache.filled[:, None])
             visible = window(config, kind, positions)
             seen = kv_cache.Seen(cache.seen_from(positions, visible))

@@ -1,6 +1,5 @@
 """A layer's mixer of tokens that applies the gated delta rule."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,25 +49,25 @@ class DeltaMixer(Mixer):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        assert config.delta_heads is not None
-        keys = config.delta_key_heads * config.delta_key_dim
-        values = config.delta_heads * config.delta_value_dim
+        assert config.delta.heads is not None
+        keys = config.delta.key_heads * config.delta.key_dim
+        values = config.delta.heads * config.delta.value_dim
 
-        states = config.delta_heads
+        states = config.delta.heads
         widths = keys, keys, values, values, states, states
         for name, width in zip(_READERS, widths, strict=True):
             setattr(self, name, linear(config, name, config.hidden, width, rngs))
         dtype = jnp.dtype(config.param_dtype)
-        shape = 2 * keys + values, 1, config.delta_taps
-        bound = config.delta_taps**-0.5
+        shape = 2 * keys + values, 1, config.delta.conv_kernel_dim
+        bound = config.delta.conv_kernel_dim**-0.5
         taps = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
         self.delta_taps = nnx.Param(taps.astype(dtype))
-        ones = jnp.ones(config.delta_heads, dtype)
+        ones = jnp.ones(config.delta.heads, dtype)
         self.delta_shift = nnx.Param(ones)
         speed = jax.random.uniform(rngs.params(), ones.shape, jnp.float32, 0.01, 16)
         self.delta_log_speed = nnx.Param(jnp.log(speed).astype(dtype))
-        plain = dataclasses.replace(config, norm_offset=False)
-        self.delta_norm = make_norm(plain, config.delta_value_dim, rngs)
+        plain = config.replaced({"norm.offset": False})
+        self.delta_norm = make_norm(plain, config.delta.value_dim, rngs)
         self.delta_output = residual_linear(
             config, "delta_output", values, rngs, use_bias=False
         )
@@ -112,7 +111,7 @@ class DeltaMixer(Mixer):
 
         `x` may begin with inputs of earlier tokens, which `is_token` does not have.
         """
-        back = jnp.arange(self.config.delta_taps - 1, 0, -1)
+        back = jnp.arange(self.config.delta.conv_kernel_dim - 1, 0, -1)
         end = jnp.sum(is_token, axis=1, keepdims=True) + x.shape[1] - is_token.shape[1]
         index = end - back
         rows = jnp.take_along_axis(x, jnp.maximum(index, 0)[..., None], axis=1)
@@ -123,17 +122,17 @@ class DeltaMixer(Mixer):
     ) -> delta.DeltaInputs:
         """Inputs of the rule from the convolution's results and two projections."""
         config = self.config
-        keys = config.delta_key_heads * config.delta_key_dim
+        keys = config.delta.key_heads * config.delta.key_dim
         query, key, value = jnp.split(active, [keys, 2 * keys], axis=-1)
 
         def heads(x: jax.Array, width: int) -> jax.Array:
             return x.reshape(*x.shape[:2], -1, width)
 
-        assert config.delta_heads is not None
-        times = config.delta_heads // config.delta_key_heads
+        assert config.delta.heads is not None
+        times = config.delta.heads // config.delta.key_heads
 
         def unit(x: jax.Array) -> jax.Array:
-            x = heads(x, config.delta_key_dim)
+            x = heads(x, config.delta.key_dim)
             length = jnp.sum(x * x, axis=-1, keepdims=True)
             return jnp.repeat(x * jax.lax.rsqrt(length + 1e-6), times, axis=2)
 
@@ -142,8 +141,8 @@ class DeltaMixer(Mixer):
         shift = self.delta_shift[...].astype(jnp.float32)
         decay = -speed * jax.nn.softplus(decay.astype(jnp.float32) + shift)
         decay, rate = (jnp.where(is_token[..., None], x, 0) for x in (decay, rate))
-        scaled = unit(query) * config.delta_key_dim**-0.5
-        value = heads(value, config.delta_value_dim)
+        scaled = unit(query) * config.delta.key_dim**-0.5
+        value = heads(value, config.delta.value_dim)
         return delta.DeltaInputs(scaled, unit(key), value, decay, rate, documents)
 
     def _gate_output(self, out: jax.Array, gate: jax.Array) -> jax.Array:

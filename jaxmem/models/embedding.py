@@ -95,23 +95,23 @@ def look_up(decoder: Any, tokens: Ids, positions: Ids) -> jax.Array:
     """Embeddings [B, T, hidden] of a decoder's tokens at their positions."""
     config = decoder.config
     x = rows(decoder.embed, tokens, config.pad_row).astype(config.dtype)
-    multiplier = config.embed_multiplier
-    if config.embed_scale:
+    multiplier = config.embedding.multiplier
+    if config.embedding.scaled:
         multiplier *= config.hidden**0.5
     if multiplier != 1:
         x = x * jnp.asarray(multiplier, x.dtype)
-    if config.learned_positions is not None:
+    if config.embedding.positions is not None:
         # A position that is not in the table makes its token NaN.
         learned = decoder.positions.embedding[...].at[jnp.asarray(positions)]
         x = x + learned.get(mode="fill", fill_value=jnp.nan).astype(config.dtype)
-    return decoder.embed_norm(x) if config.embed_norm else x
+    return decoder.embed_norm(x) if config.embedding.norm else x
 
 
 def check_length(config: ModelConfig, tokens: int) -> None:
     """Raise a ValueError for rows of more tokens than there are positions."""
-    most = config.learned_positions
+    most = config.embedding.positions
     if most is not None and tokens > most:
         raise ValueError(
             f"a row must have at most {most} tokens, the positions of this model "
-            f"(model.learned_positions), got {tokens}"
+            f"(model.embedding.positions), got {tokens}"
         )

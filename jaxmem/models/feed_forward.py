@@ -41,13 +41,13 @@ class DenseFeedForward(interfaces.FeedForward):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        sizes, bias = (config.hidden, config.ff), config.ff_bias
-        if config.gated:
+        sizes, bias = (config.hidden, config.ff), config.mlp.bias
+        if config.mlp.gated:
             self.gate = linear(config, "gate", *sizes, rngs, use_bias=bias)
         self.up = linear(config, "up", *sizes, rngs, use_bias=bias)
         self.down = residual_linear(config, "down", config.ff, rngs, bias)
-        self.activation, self.gated = config.activation, config.gated
-        if config.activation == "xielu":
+        self.activation, self.gated = config.mlp.activation, config.mlp.gated
+        if config.mlp.activation == "xielu":
             start = jnp.full(1, _XIELU_START, jnp.dtype(config.param_dtype))
             self.positive, self.negative = nnx.Param(start), nnx.Param(start)
 

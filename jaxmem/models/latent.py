@@ -10,7 +10,6 @@ themselves, with the matrices of keys and values applied to its query and its re
 Reference: DeepSeek-AI, "DeepSeek-V2", 2024, arXiv:2405.04434.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -29,8 +28,8 @@ from jaxmem.models.positions import Rotation, Sight
 class LatentAttention(Mixer):
     """Causal attention whose keys and values are latents.
 
-    A head has head_dim numbers, of which `rotated_width` are rotated. The state is a
-    `kv_cache.Layer` of one head: rotated keys and latents.
+    A head has head_dim numbers, of which `latent.rope_head_dim` are rotated. The state
+    is a `kv_cache.Layer` of one head: rotated keys and latents.
     """
 
     grow = staticmethod(kv_cache.append)
@@ -41,37 +40,36 @@ class LatentAttention(Mixer):
         return kv_cache.layer_of(rotated, latent[:, :, None], max_length)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        assert config.latent is not None and config.rotated_width is not None
-        hidden, bias, heads = config.hidden, config.qkv_bias, config.heads
-        rest = config.head_dim - config.rotated_width
+        sizes, bias = config.latent, config.self_attn.qkv_bias
+        assert sizes.kv_rank is not None and sizes.rope_head_dim is not None
+        hidden, heads = config.hidden, config.heads
+        rest = config.head_dim - sizes.rope_head_dim
         # As everywhere: the config's own addend is that of the residual stream's norms.
-        own = dataclasses.replace(config, norm_eps=1e-6)
+        own = config.replaced({"norm.eps": 1e-6})
 
         def down(name: str, outputs: int) -> nnx.Linear:
             return linear(config, name, hidden, outputs, rngs, use_bias=bias)
 
         queries = heads * config.head_dim
-        if config.query_latent is None:
+        if (rank := sizes.query_rank) is None:
             self.query = linear(config, "query", hidden, queries, rngs)
         else:
-            self.query_down = down("query_down", config.query_latent)
-            self.query_norm = make_norm(own, config.query_latent, rngs)
-            self.query_up = linear(
-                config, "query_up", config.query_latent, queries, rngs
-            )
-        self.latent = down("latent", config.latent)
-        self.rotated = down("rotated", config.rotated_width)
-        self.latent_norm = make_norm(own, config.latent, rngs)
-        self.key = linear(config, "key", config.latent, heads * rest, rngs)
+            self.query_down = down("query_down", rank)
+            self.query_norm = make_norm(own, rank, rngs)
+            self.query_up = linear(config, "query_up", rank, queries, rngs)
+        self.latent = down("latent", sizes.kv_rank)
+        self.rotated = down("rotated", sizes.rope_head_dim)
+        self.latent_norm = make_norm(own, sizes.kv_rank, rngs)
+        self.key = linear(config, "key", sizes.kv_rank, heads * rest, rngs)
         width = heads * config.value_width
-        self.value = linear(config, "value", config.latent, width, rngs)
-        bias = config.output_bias
+        self.value = linear(config, "value", sizes.kv_rank, width, rngs)
+        bias = config.self_attn.output_bias
         self.output = residual_linear(config, "output", width, rngs, bias)
         self.config = config
 
     @property
     def readers(self) -> tuple[nnx.Linear, nnx.Linear, nnx.Linear]:
-        down = self.config.query_latent is not None
+        down = self.config.latent.query_rank is not None
         return (self.query_down if down else self.query), self.latent, self.rotated
 
     def mix(self, projected, sight: Sight, rope: Rotation, before=None):
@@ -92,7 +90,7 @@ class LatentAttention(Mixer):
 
         The last three arguments are the results of `readers`.
         """
-        if self.config.query_latent is not None:
+        if self.config.latent.query_rank is not None:
             query = self.query_up(self.query_norm(query))
         query = remat.name(rope.turn(self._split_heads(query)), "q")
         return query, self.latent_norm(latent), rope.turn(rotated[:, :, None])

@@ -1,6 +1,5 @@
 """The modules of a decoder: norms, attention, block."""
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -46,32 +45,32 @@ class Attention(Mixer):
         queries, keys = config.heads * width, config.kv_heads * width
 
         def project(name: str, outputs: int) -> nnx.Linear:
-            bias = config.qkv_bias
+            bias = config.self_attn.qkv_bias
             return linear(config, name, config.hidden, outputs, rngs, use_bias=bias)
 
         self.query = project("query", queries)
         own = config.mixers == ("attention",)
         if own:
             self.key = project("key", keys)
-        if own and not config.keys_are_values:
+        if own and not config.self_attn.keys_are_values:
             self.value = project("value", keys)
-        if own and config.value_norm:
-            plain = dataclasses.replace(config, norm_scale=False)
+        if own and config.self_attn.value_norm:
+            plain = config.replaced({"norm.scale": False})
             self.value_norm = make_norm(plain, width, rngs)
-        if config.attention_gate:
+        if config.self_attn.gate:
             self.gate = project("query", queries)  # of one matrix in checkpoints
-        bias = config.output_bias
+        bias = config.self_attn.output_bias
         self.output = residual_linear(config, "output", queries, rngs, bias)
-        if config.qk_norm:
+        if config.qk_norm.enabled:
             widths = width, width
-            if config.qk_norm_axis == "width":
+            if config.qk_norm.axis == "width":
                 widths = queries, keys
-            scale = config.norm_scale and config.qk_norm_scale
-            scaled = dataclasses.replace(config, norm_scale=scale)
+            scale = config.norm.scale and config.qk_norm.scale
+            scaled = config.replaced({"norm.scale": scale})
             self.query_norm = make_norm(scaled, widths[0], rngs)
             if own:
                 self.key_norm = make_norm(scaled, widths[1], rngs)
-        if config.sinks:
+        if config.self_attn.sinks:
             zeros = jnp.zeros(config.heads, jnp.dtype(config.param_dtype))
             self.sinks = nnx.Param(zeros)
         self.config = config
@@ -88,7 +87,7 @@ class Attention(Mixer):
 
     def _without_gate(self, projected):
         """`readers`, or their results, without the gate's, and the gate's or None."""
-        if not self.config.attention_gate:
+        if not self.config.self_attn.gate:
             return projected, None
         return projected[:-1], projected[-1]
 
@@ -100,7 +99,7 @@ class Attention(Mixer):
     @property
     def readers(self) -> tuple[nnx.Linear, ...]:
         """The projections, or the joined one; at last the gate's, if there is one."""
-        gate = (self.gate,) if self.config.attention_gate else ()
+        gate = (self.gate,) if self.config.self_attn.gate else ()
         if hasattr(self, "joined"):
             return self.joined, *gate
         return *self._projections, *gate
@@ -108,7 +107,7 @@ class Attention(Mixer):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the projections before they are joined."""
-        own = () if self.config.keys_are_values else ("value",)
+        own = () if self.config.self_attn.keys_are_values else ("value",)
         return "query", "key", *own
 
     @property
@@ -125,8 +124,10 @@ class Attention(Mixer):
             ends = self.config.heads, self.config.heads + self.config.kv_heads
             heads = jnp.split(heads[0], ends[: len(self.names) - 1], axis=2)
         query, key = heads[:2]
-        value = key if self.config.keys_are_values else heads[2]
-        return query, key, self.value_norm(value) if self.config.value_norm else value
+        value = key if self.config.self_attn.keys_are_values else heads[2]
+        if self.config.self_attn.value_norm:
+            value = self.value_norm(value)
+        return query, key, value
 
     def join(self) -> None:
         """Replace the three projections by `joined`, one product for all of them.
@@ -144,7 +145,7 @@ class Attention(Mixer):
         parts = self._projections
         joined = self.query
         joined.out_features = sum(part.out_features for part in parts)
-        for name in ("kernel", "bias") if self.config.qkv_bias else ("kernel",):
+        for name in ("kernel", "bias") if config.self_attn.qkv_bias else ("kernel",):
             arrays = [getattr(part, name)[...] for part in parts]
             setattr(joined, name, nnx.Param(jnp.concatenate(arrays, axis=-1)))
         self.joined = joined
@@ -160,11 +161,11 @@ class Attention(Mixer):
         self, name: str, x: jax.Array, rope: Rotation
     ) -> jax.Array:
         config = self.config
-        first = config.qk_norm and not config.qk_norm_last
+        first = config.qk_norm.enabled and not config.qk_norm.after_rope
         # Without a norm before it, the rotation's gradient needs no residual.
         x = remat.name(x if first else rope.turn(x), name[0])
-        if config.qk_norm:  # of each head, or of all as one
-            heads = x.shape[2:] if config.qk_norm_axis == "head" else (-1,)
+        if config.qk_norm.enabled:  # of each head, or of all as one
+            heads = x.shape[2:] if config.qk_norm.axis == "head" else (-1,)
             norm, flat = getattr(self, f"{name}_norm"), x.reshape(*x.shape[:2], *heads)
             x = rope.if_rotated(norm(flat).reshape(x.shape), x)
         return rope.turn(x) if first else x
@@ -172,13 +173,13 @@ class Attention(Mixer):
     @property
     def _has_kernel(self) -> bool:
         """True if `kernels.rotary` computes this layer's queries and keys."""
-        config = self.config
-        plain = config.rope_fraction == 1 and config.query_growth is None
-        plain = plain and config.unrotated_growth is None and not config.qk_norm_rotated
-        plain = plain and config.global_head_dim is None and not config.value_norm
-        norm = config.norm == "rms" and config.norm_scale and not config.qk_norm_last
-        by_head = norm and config.qk_norm_axis == "head"
-        return plain and (by_head or not config.qk_norm)
+        config, own, qk_norm = self.config, self.config.self_attn, self.config.qk_norm
+        plain = config.rope.fraction == 1 and own.query_growth is None
+        plain = plain and own.unrotated_growth is None and not qk_norm.rotated_only
+        plain = plain and not config.has_global_heads and not own.value_norm
+        norm = config.norm.kind == "rms" and config.norm.scale
+        by_head = norm and not qk_norm.after_rope and qk_norm.axis == "head"
+        return plain and (by_head or not qk_norm.enabled)
 
     def attend(
         self,
@@ -195,19 +196,19 @@ class Attention(Mixer):
 
     @property
     def _sink_scores(self) -> jax.Array | None:
-        return self.sinks[...] if self.config.sinks else None
+        return self.sinks[...] if self.config.self_attn.sinks else None
 
     @property
     def shared(self) -> tuple[jax.Array, ...]:
         """The scales of QK-norm; of a stack of layers, those of all layers."""
-        qk_norm = self.config.qk_norm and self._has_kernel
+        qk_norm = self.config.qk_norm.enabled and self._has_kernel
         both = (self.query_norm, self.key_norm) if qk_norm else ()
         return tuple(norm.scale[...] for norm in both if norm.scale is not None)
 
     def decode(
         self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen, scales
     ):
-        gate = self.gate(x) if self.config.attention_gate else None
+        gate = self.gate(x) if self.config.self_attn.gate else None
         query, key, value = self._project_token(x, rope, cached.index, scales)
         token = kv_cache.layer_of(key, value, key.shape[1])
         return self._attend_cached(query, token, cached, seen, gate), token
@@ -216,7 +217,7 @@ class Attention(Mixer):
         config = self.config
         mixed = kv_cache.attend_in_place(
             query, token, cached, seen, scale=config.score_scale,
-            softcap=config.attention_softcap, sinks=self._sink_scores,
+            softcap=config.self_attn.softcap, sinks=self._sink_scores,
         )  # fmt: skip
         return self._project_output(mixed, gate)
 
@@ -229,7 +230,7 @@ class Attention(Mixer):
 
             if rotary.supports(self.config.head_dim):
                 scaling = None
-                if self.config.qk_norm:
+                if self.config.qk_norm.enabled:
                     norm = self.query_norm
                     scaling = rotary.Norms(index, scales, norm.offset, norm.epsilon)
                 tables = rope.cosines, rope.sines
@@ -262,8 +263,10 @@ class Attention(Mixer):
             return branches.attend(attend, query, key, value, sight)
         scale, see = config.score_scale, (query, key, value, sight)
         if config.attention == "cudnn":
-            return attention.attend_by_cudnn(*see, scale=scale, window=config.window)
-        softcap = config.attention_softcap
+            return attention.attend_by_cudnn(
+                *see, scale=scale, window=config.self_attn.window
+            )
+        softcap = config.self_attn.softcap
         return attention.attend(*see, scale=scale, softcap=softcap, sinks=sinks)
 
 
@@ -333,19 +336,22 @@ class TransformerBlock(nnx.Module):
         def norm() -> norms.RMSNorm:
             return make_norm(config, config.hidden, rngs)
 
-        self.parallel, self.multiplier = config.parallel, config.residual_multiplier
-        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
-        if config.pre_norms:
+        self.parallel, self.multiplier = (
+            config.residual.parallel,
+            config.residual.multiplier,
+        )
+        self.pre_norms, self.post_norms = config.norm.pre, config.norm.post
+        if config.norm.pre:
             self.attention_norm = norm()
         self.attention = MIXERS[config.mixers[0]](config, rngs=rngs)
-        if config.pre_norms and config.parallel != "shared":
+        if config.norm.pre and config.residual.parallel != "shared":
             self.feed_forward_norm = norm()
         self.feed_forward = FEED_FORWARDS[config.feed_forwards[0]](config, rngs=rngs)
-        if config.post_norms:
+        if config.norm.post:
             self.post_attention_norm, self.post_feed_forward_norm = norm(), norm()
-        if config.layer_input is not None:
+        if config.embedding.per_layer_width is not None:
             self.injection = Injection(config, rngs=rngs)
-        if config.layer_scale:
+        if config.residual.layer_scale:
             self.layer_scale = nnx.Param(jnp.ones(1, jnp.dtype(config.param_dtype)))
 
     def read(

@@ -38,16 +38,16 @@ class Mixture(interfaces.FeedForward):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        assert config.experts is not None
-        bias = config.router_bias
-        self.router = _float32_linear(config, config.experts, rngs, use_bias=bias)
-        if config.router_correction:
-            self.correction = nnx.Param(jnp.zeros(config.experts))
+        assert config.experts.count is not None
+        bias = config.router.bias
+        self.router = _float32_linear(config, config.experts.count, rngs, use_bias=bias)
+        if config.router.correction:
+            self.correction = nnx.Param(jnp.zeros(config.experts.count))
         self.experts = Experts(config, rngs=rngs)
-        if config.shared_ff is not None:
-            own = dataclasses.replace(config, ff=config.shared_ff)
+        if config.experts.shared_ff is not None:
+            own = dataclasses.replace(config, ff=config.experts.shared_ff)
             self.shared = DenseFeedForward(own, rngs=rngs)
-        if config.shared_gate:
+        if config.experts.shared_gate:
             self.shared_gate = _float32_linear(config, 1, rngs, use_bias=False)
         self.whole = Whole()
         self.config = config
@@ -65,14 +65,14 @@ class Mixture(interfaces.FeedForward):
     def _mix_experts(
         self, x: jax.Array, chosen: jax.Array | None
     ) -> tuple[jax.Array, Choice]:
-        correction = self.correction[...] if self.config.router_correction else None
+        correction = self.correction[...] if self.config.router.correction else None
         logits = self.router(x)
         choice, weights = routing.decide(logits, correction, self.config, chosen)
         out = self.experts(x, choice.chosen, weights)
-        if self.config.shared_ff is None:
+        if self.config.experts.shared_ff is None:
             return out.astype(x.dtype), choice
         shared = self.shared(x).astype(jnp.float32)
-        if self.config.shared_gate:
+        if self.config.experts.shared_gate:
             shared = shared * jax.nn.sigmoid(self.shared_gate(x))
         return (out + shared).astype(x.dtype), choice
 
@@ -89,9 +89,9 @@ class Experts(nnx.Module):
     """The matrices of all experts, each with a leading axis."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        assert config.expert_ff is not None
+        assert config.experts.ff is not None
         matrix = functools.partial(Matrices, config, rngs=rngs)
-        sizes = config.hidden, config.expert_ff
+        sizes = config.hidden, config.experts.ff
         self.gate, self.up = matrix("gate", *sizes), matrix("up", *sizes)
         self.down = matrix("down", *sizes[::-1], gain=0.5 / config.layers)
         self.config = config
@@ -100,9 +100,13 @@ class Experts(nnx.Module):
         """The weighted sum, f32 [B, T, hidden], of x through its chosen experts."""
         config, mesh = self.config, partitioning.current()
         run = Expert(
-            config.dtype, config.activation, config.gate_limit, config.up_plus_one,
-            lora.scale(config), config.router_scales_inputs,
-        )  # fmt: skip
+            config.dtype,
+            config.mlp.activation,
+            config.experts.gate_limit,
+            config.experts.up_plus_one,
+            lora.scale(config),
+            config.router.scales_inputs,
+        )
         arrays = {name: getattr(self, name).arrays for name in ("gate", "up", "down")}
 
         def on_device(arrays, x, chosen, weights):
@@ -179,8 +183,8 @@ class Matrices(CodedArrays):
         gain: float = 1.0,
         rngs: nnx.Rngs,
     ):
-        assert config.experts is not None
-        dtype, count = jnp.dtype(config.param_dtype), config.experts
+        assert config.experts.count is not None
+        dtype, count = jnp.dtype(config.param_dtype), config.experts.count
         draw = nnx.initializers.variance_scaling(
             gain, "fan_in", "truncated_normal", batch_axis=(0,)
         )
@@ -193,7 +197,7 @@ class Matrices(CodedArrays):
             self.names = ()
             key, double = rngs.params(), config.base_double
             self.set_arrays(draw_codes(key, shape, draw, dtype, base, double))
-        if config.expert_bias:
+        if config.experts.bias:
             self.bias = nnx.Param(jnp.zeros((count, outputs), dtype))
             self.names += ("bias",)
         if config.lora_rank and name in config.lora_targets:
@@ -268,12 +272,12 @@ class DenseAndExperts(DenseFeedForward):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        assert config.experts is not None
-        dtype = jnp.dtype(config.param_dtype)
-        self.router = _float32_linear(config, config.experts, rngs, use_bias=False)
+        dtype, count = jnp.dtype(config.param_dtype), config.experts.count
+        assert count is not None
+        self.router = _float32_linear(config, count, rngs, use_bias=False)
         self.router_scale = nnx.Param(jnp.ones(config.hidden, dtype))
-        self.expert_scale = nnx.Param(jnp.ones(config.experts, dtype))
-        plain = dataclasses.replace(config, norm_scale=False)
+        self.expert_scale = nnx.Param(jnp.ones(count, dtype))
+        plain = config.replaced({"norm.scale": False})
         self.router_norm = make_norm(plain, config.hidden, rngs)
         self.experts = Experts(config, rngs=rngs)
         norm = functools.partial(make_norm, config, config.hidden, rngs)

@@ -113,16 +113,16 @@ class OffsetLayerNorm(LayerNorm):
 
 def make_norm(config: ModelConfig, width: int, rngs: nnx.Rngs) -> RMSNorm:
     """The norm that all layers use, over the last axis."""
-    kind: Any = OffsetRMSNorm if config.norm_offset else RMSNorm
-    if config.norm == "layer":
-        kind = OffsetLayerNorm if config.norm_offset else LayerNorm
-        kind = functools.partial(kind, use_bias=config.norm_bias)
+    kind: Any = OffsetRMSNorm if config.norm.offset else RMSNorm
+    if config.norm.kind == "layer":
+        kind = OffsetLayerNorm if config.norm.offset else LayerNorm
+        kind = functools.partial(kind, use_bias=config.norm.bias)
     initializers = nnx.initializers
     return kind(
         width,
-        epsilon=config.norm_eps,
-        use_scale=config.norm_scale,
-        scale_init=initializers.zeros if config.norm_offset else initializers.ones,
+        epsilon=config.norm.eps,
+        use_scale=config.norm.scale,
+        scale_init=initializers.zeros if config.norm.offset else initializers.ones,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         rngs=rngs,

@@ -97,89 +97,89 @@ def rope_frequencies(
         yarn:    s_i = clip((j(low) - i) / (j(low) - j(high)), 0, 1),
                  j(n) = d ln(original / 2πn) / (2 ln theta), within [0, d - 1]
 
-    "local" layers with a `local_rope_theta` are not scaled, and "unrotated" ones have
+    "local" layers with a `rope.local_theta` are not scaled, and "unrotated" ones have
     frequencies of 0. `lengths` [..., 1], the tokens n of a document, choose
-    "listed" factors; without them, and up to `rope_limit`, short documents' are taken.
+    "listed" factors; without them, and up to `rope.limit`, short documents' are taken.
 
     Reference: Su et al., "RoFormer", 2021, arXiv:2104.09864; linear: Chen et al., 2023,
     arXiv:2306.15595; llama3: the Llama team, 2024, arXiv:2407.21783; yarn: Peng et al.,
     2023, arXiv:2309.00071.
     """
-    width = rope_width(config, kind)
-    theta = config.rope_theta
+    rope, width = config.rope, rope_width(config, kind)
+    theta = rope.theta
     if kind == "unrotated":
         return jnp.zeros(width // 2)
     scaled = is_scaled(config, kind)
-    if not scaled and kind == "local" and config.local_rope_theta is not None:
-        theta = config.local_rope_theta
+    if not scaled and kind == "local" and rope.local_theta is not None:
+        theta = rope.local_theta
     exponents = jnp.arange(0, width, 2, dtype=jnp.float32) / width
-    is_dynamic = scaled and config.rope_scaling == "dynamic"
+    is_dynamic = scaled and rope.scaling == "dynamic"
     if is_dynamic and lengths is not None:
-        assert config.rope_limit is not None
-        excess = jnp.maximum(lengths / config.rope_limit - 1, 0)
-        theta *= (1 + config.rope_factor * excess) ** (width / (width - 2))
+        assert rope.limit is not None
+        excess = jnp.maximum(lengths / rope.limit - 1, 0)
+        theta *= (1 + rope.factor * excess) ** (width / (width - 2))
     frequencies = theta**-exponents
-    if kind == "global" and config.rope_proportion is not None:
-        count = int(config.rope_proportion * width // 2)
+    if kind == "global" and rope.proportion is not None:
+        count = int(rope.proportion * width // 2)
         frequencies = jnp.where(jnp.arange(width // 2) < count, frequencies, 0)
     if not scaled or is_dynamic:
         return frequencies
-    if config.rope_scaling == "linear":
-        return frequencies / config.rope_factor
-    if config.rope_scaling == "listed":
-        factors = config.rope_factors, config.rope_long_factors
+    if rope.scaling == "linear":
+        return frequencies / rope.factor
+    if rope.scaling == "listed":
+        factors = rope.short_factors, rope.long_factors
         return frequencies / _choose_by_length(config, lengths, *factors)
-    low, high = config.rope_low_factor, config.rope_high_factor
-    if config.rope_scaling == "llama3":
-        turns = config.rope_original * frequencies / (2 * jnp.pi)
+    low, high = rope.low_factor, rope.high_factor
+    if rope.scaling == "llama3":
+        turns = rope.original_length * frequencies / (2 * jnp.pi)
         # Equal limits are a step.
         kept = jnp.clip((turns - low) / max(high - low, 1e-6), 0, 1)
     else:
         first, last = _yarn_limits(config, width)
         kept = 1 - jnp.clip((jnp.arange(width // 2) - first) / (last - first), 0, 1)
-    return frequencies * ((1 - kept) / config.rope_factor + kept)
+    return frequencies * ((1 - kept) / rope.factor + kept)
 
 
 def rope_magnitude(config: ModelConfig, kind: str, lengths: jax.Array | None) -> Any:
     """Factor of cosines and sines; `lengths` are as in `rope_frequencies`."""
     if not is_scaled(config, kind):
         return 1.0
-    short, long = config.rope_magnitude, config.rope_long_magnitude
+    short, long = config.rope.attention_factor, config.rope.long_attention_factor
     return short if long is None else _choose_by_length(config, lengths, short, long)
 
 
 def _choose_by_length(
     config: ModelConfig, lengths: jax.Array | None, short: Any, long: Any
 ):
-    """`long` for documents of more than `rope_limit` tokens, `short` for others."""
+    """`long` for documents of more than `rope.limit` tokens, `short` for others."""
     short, long = (jnp.asarray(x, jnp.float32) for x in (short, long))
-    if lengths is None or config.rope_limit is None:
+    if lengths is None or config.rope.limit is None:
         return short
-    return jnp.where(lengths > config.rope_limit, long, short)
+    return jnp.where(lengths > config.rope.limit, long, short)
 
 
 def rope_width(config: ModelConfig, kind: str) -> int:
     """Numbers of a head that are rotated in a kind of layer."""
-    wide = config.global_head_dim
+    wide = config.self_attn.global_head_dim
     return wide if kind == "global" and wide is not None else config.rope_width
 
 
 def is_scaled(config: ModelConfig, kind: str) -> bool:
     """True if the wavelengths of a kind of layer are scaled."""
-    if config.rope_scaling is None or kind == "unrotated":
+    if config.rope.scaling is None or kind == "unrotated":
         return False
-    return kind != "local" or config.local_rope_theta is None
+    return kind != "local" or config.rope.local_theta is None
 
 
 def _yarn_limits(config: ModelConfig, width: int) -> tuple[float, float]:
     """The pairs between which wavelengths go from unscaled to scaled."""
 
     def pair(turns: float) -> float:
-        longest = config.rope_original / (turns * 2 * math.pi)
-        return width * math.log(longest) / (2 * math.log(config.rope_theta))
+        longest = config.rope.original_length / (turns * 2 * math.pi)
+        return width * math.log(longest) / (2 * math.log(config.rope.theta))
 
-    first, last = pair(config.rope_high_factor), pair(config.rope_low_factor)
-    if config.rope_truncate:
+    first, last = pair(config.rope.high_factor), pair(config.rope.low_factor)
+    if config.rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     return first, last + 0.001 if first == last else last
@@ -296,9 +296,9 @@ def document_mask(segment_ids: Ids, window: Ids | int | None = None) -> jax.Arra
 def window(config: ModelConfig, kind: str, positions: Ids) -> jax.Array | int | None:
     """Tokens that a kind of layer attends to, maybe of each position; None: all."""
     if kind == "chunked":
-        assert config.window is not None
-        return jnp.asarray(positions) % config.window + 1
-    return config.window if kind == "local" else None
+        assert config.self_attn.window is not None
+        return jnp.asarray(positions) % config.self_attn.window + 1
+    return config.self_attn.window if kind == "local" else None
 
 
 def documents(
@@ -311,7 +311,7 @@ def documents(
 
     Without `segment_ids` [B, T] a row is one document.
     """
-    if config.window is None:
+    if config.self_attn.window is None:
         packed = None
         if segment_ids is not None and branches is None and _takes_packed_rows(config):
             packed = packed_attention.documents(jnp.asarray(segment_ids, jnp.int32))
@@ -346,11 +346,11 @@ def document_lengths(
 
     Raises a ValueError where documents are not given, and they matter.
     """
-    if config.rope_limit is None:
+    if config.rope.limit is None:
         return None
     if segment_ids is None:
         raise ValueError(
-            "segment_ids must be given with model.rope_limit, as rotary wavelengths "
+            "segment_ids must be given with model.rope.limit, as rotary wavelengths "
             "depend on the tokens of a document, got None"
         )
     same = document_mask(segment_ids)[:, 0]
@@ -369,7 +369,7 @@ def sights(
     `lengths` [B, T or 1] are tokens of each document so far; None: they do not matter.
     """
     by_pair = None
-    if config.rope_limit is not None and lengths is not None:
+    if config.rope.limit is not None and lengths is not None:
         by_pair = lengths[..., None, None]
     widest = max(rope_width(config, kind) for kind in used_kinds(config))
 
@@ -394,14 +394,14 @@ def _query_fields(
     config: ModelConfig, kind: str, positions: Ids
 ) -> dict[str, jax.Array]:
     """Fields of `Rotation` that change queries of a kind of layer beside the turn."""
-    fields, growth = {}, config.query_growth
-    steps = positions // config.rope_original
-    if config.unrotated_growth is not None:
-        growth = config.unrotated_growth if kind == "unrotated" else 0.0
-        steps = (positions + 1) // config.unrotated_growth_length
+    fields, growth = {}, config.self_attn.query_growth
+    steps = positions // config.rope.original_length
+    if config.self_attn.unrotated_growth is not None:
+        growth = config.self_attn.unrotated_growth if kind == "unrotated" else 0.0
+        steps = (positions + 1) // config.self_attn.unrotated_growth_length
     if growth is not None:
         wide = steps[..., None, None].astype(jnp.float32)
         fields["growth"] = 1 + growth * jnp.log1p(wide)
-    if config.qk_norm_rotated:
+    if config.qk_norm.rotated_only:
         fields["rotates"] = jnp.asarray(kind != "unrotated")
     return fields

@@ -1,6 +1,6 @@
 """Rows that become long documents while they are decoded, and so are read again.
 
-Beyond `rope_limit` tokens all of a document is rotated by long factors. Cached keys of
+Beyond `rope.limit` tokens all of a document is rotated by long factors. Cached keys of
 a row that passes the limit were rotated by short ones, and deeper layers read results
 of attention to these: the row is read once more, as a whole.
 """
@@ -17,7 +17,7 @@ from jaxmem.models.positions import Ids
 
 def tokens(config: ModelConfig, ids: Ids) -> jax.Array | None:
     """Ids as a cache keeps them; None for a model that reads no row again."""
-    return None if config.rope_long_factors is None else jnp.asarray(ids)
+    return None if config.rope.long_factors is None else jnp.asarray(ids)
 
 
 def longer(
@@ -28,7 +28,7 @@ def longer(
     `ids` [B, M] has the tokens of each row first, and `counts` [B] is their number.
     Recorded routes stay.
     """
-    limit, before = model.config.rope_limit, cache.tokens
+    limit, before = model.config.rope.limit, cache.tokens
     if before is None:
         return cache
     total = cache.lengths + counts

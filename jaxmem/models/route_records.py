@@ -1,6 +1,6 @@
 """Routes: experts of each token, recorded by a sampler and replayed by a trainer.
 
-Routes are integers [B, T, layers with experts, experts_per_token].
+Routes are integers [B, T, layers with experts, experts.per_token].
 """
 
 from collections.abc import Mapping
@@ -22,18 +22,18 @@ def layers(config: ModelConfig) -> list[int]:
 
 def dtype(config: ModelConfig) -> np.dtype:
     """The type of routes: one byte, or two for more than 256 experts."""
-    return np.dtype(np.uint8 if (config.experts or 0) <= 256 else np.uint16)
+    return np.dtype(np.uint8 if (config.experts.count or 0) <= 256 else np.uint16)
 
 
 def struct(config: ModelConfig, shape: tuple[int, int]) -> jax.ShapeDtypeStruct:
     """The routes of tokens [B, T]."""
-    each = len(layers(config)), config.experts_per_token
+    each = len(layers(config)), config.experts.per_token
     return jax.ShapeDtypeStruct((*shape, *each), dtype(config))
 
 
 def check(config: ModelConfig) -> None:
     """Raise a ValueError unless a model of `ModelConfig` has routers."""
-    if config.experts is not None:
+    if config.experts.count is not None:
         return
     what = "a model without experts"
     if config.factory is not None:
@@ -47,7 +47,7 @@ def of_layers(
     """Routes from the choices of all layers; None if there are none.
 
     `chosen` has, by the numbers of some layers, an array [some layers, B, T,
-    experts_per_token], or None where they have no routers.
+    experts.per_token], or None where they have no routers.
     """
     present = {layers: x for layers, x in chosen.items() if x is not None}
     if not present:
@@ -60,11 +60,11 @@ def of_layers(
 def of_layer(
     routes: Any, stack: Stack, layer: jax.Array, config: ModelConfig
 ) -> jax.Array | None:
-    """The recorded experts of a layer, int32 [B, T, experts_per_token].
+    """The recorded experts of a layer, int32 [B, T, experts.per_token].
 
     None where nothing is recorded, or the layers of its stack have no routers.
     """
-    if routes is None or stack.config.experts is None:
+    if routes is None or stack.config.experts.count is None:
         return None
     index = jnp.searchsorted(np.array(layers(config)), layer)
     chosen = jax.lax.dynamic_index_in_dim(routes, index, axis=2, keepdims=False)

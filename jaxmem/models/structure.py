@@ -5,7 +5,6 @@ one structure has one stack, "blocks"; the others are "blocks_1" and so on. Stac
 alternate run in one loop, whose body has a layer of each.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -65,25 +64,25 @@ def _layer_config(config: ModelConfig, parts: "_LayerParts") -> ModelConfig:
     mixer, feed_forward = parts.mixer, parts.feed_forward
     without: dict[str, Any] = {}
     if parts.is_wide:
-        kv_heads = config.global_kv_heads or config.kv_heads
-        without |= {"head_dim": config.global_head_dim, "kv_heads": kv_heads}
-    elif config.global_head_dim is not None:
-        without |= {"keys_are_values": False}
+        kv_heads = config.self_attn.global_kv_heads or config.kv_heads
+        without |= {"head_dim": config.self_attn.global_head_dim, "kv_heads": kv_heads}
+    elif config.has_global_heads:
+        without |= {"self_attn.keys_are_values": False}
     if feed_forward == "dense":
-        without |= {"experts": None, "expert_ff": None, "router_aux_loss_coef": None}
+        without |= {"experts.count": None, "experts.ff": None}
+        without |= {"router_aux_loss_coef": None}
     if mixer != "latent":
-        without |= {"latent": None, "rotated_width": None}
+        without |= {"latent.kv_rank": None, "latent.rope_head_dim": None}
     if mixer != "delta":
-        without |= {"delta_heads": None}
-    ff = config.reuse_ff if mixer == "reuse" else None
-    without |= {"reuse_ff": None, "ff": ff or config.ff}
+        without |= {"delta.heads": None}
+    ff = config.mlp.reuse_ff if mixer == "reuse" else None
+    without |= {"mlp.reuse_ff": None, "ff": ff or config.ff}
     if config.base_plain:
         targets = BASE_TARGETS if config.base_targets is None else config.base_targets
         coded = tuple(name for name in targets if name not in parts.plain)
         without |= {"base_targets": coded, "base_plain": ()}
-    return dataclasses.replace(
-        config, mixers=(mixer,), feed_forwards=(feed_forward,), **without
-    )
+    cycles = {"mixers": (mixer,), "feed_forwards": (feed_forward,)}
+    return config.replaced(cycles | without)
 
 
 class _LayerParts(NamedTuple):
@@ -99,7 +98,7 @@ class _LayerParts(NamedTuple):
 def _layer_parts(config: ModelConfig, layer: int) -> _LayerParts:
     cycles = config.mixers, config.feed_forwards, config.pattern
     mixer, feed_forward, kind = (cycle[layer % len(cycle)] for cycle in cycles)
-    is_wide = kind == "global" and config.global_head_dim is not None
+    is_wide = kind == "global" and config.has_global_heads
     reuses = "reuse" in config.mixers
     plain = config.plain_matrices(layer)
     return _LayerParts(mixer, feed_forward, is_wide, kind if reuses else None, plain)

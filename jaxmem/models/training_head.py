@@ -145,7 +145,7 @@ def make_head(
     sharding = partitioning.head_sharding()
     options: dict[str, Any] = head_options(head) | {
         "dtype": jnp.dtype(config.dtype),
-        "softcap": config.softcap,
+        "softcap": config.logits.softcap,
         "sharding": sharding,
         "rngs": rngs,
     }
@@ -155,7 +155,7 @@ def make_head(
         options |= {
             "in_features": config.hidden,
             "out_features": config.vocab_size,
-            "use_bias": config.head_bias,
+            "use_bias": config.logits.bias,
             "kernel_init": embedding.INIT,
             "param_dtype": jnp.dtype(config.param_dtype),
         }

@@ -68,7 +68,7 @@ def served(request: ServeRequest) -> Iterator[RunningServer]:
         max_len = _longest(request, model)
         weights = ServedWeights(request.served_name, model)
         records = request.enable_return_routed_experts
-        if records and model.decoder.config.experts is None:
+        if records and model.decoder.config.experts.count is None:
             raise ValueError(
                 f"--enable-return-routed-experts: {request.model} has no experts; "
                 "leave the option out"

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmem import checkpoints
 from jaxmem.base import messages
+from jaxmem.base.fields import values_of
 from jaxmem.generate.model import Model
 from jaxmem.models import sampling
 from jaxmem.models.decoder import Decoder
@@ -245,9 +246,12 @@ def _described(array: Any) -> str:
 
 def _differing(old: Decoder, new: Decoder) -> list[str]:
     """Settings of the model in which a checkpoint differs."""
-    names = (f.name for f in dataclasses.fields(old.config) if f.name != "checkpoint")
-    values = ((n, getattr(new.config, n), getattr(old.config, n)) for n in names)
-    return [f"{n}={x!r}, not {served!r}" for n, x, served in values if x != served]
+    served, sent = values_of(old.config), values_of(new.config)
+    return [
+        f"{key}={sent[key]!r}, not {value!r}"
+        for key, value in served.items()
+        if key != "checkpoint" and sent[key] != value
+    ]
 
 
 def _other_model(difference: str) -> RequestError:

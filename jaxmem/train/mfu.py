@@ -36,12 +36,12 @@ def flops_per_token(
     with_gradients = _count_multiplied(config, trained)
     everything = with_gradients + _count_multiplied(config, frozen)
     kinds = (config.pattern * config.layers)[: config.layers]
-    window = length if config.window is None else min(length, config.window)
+    window = min(length, config.self_attn.window or length)
     attention = 0
     for kind in kinds:
         width = config.head_dim + config.value_width
-        if kind == "global" and config.global_head_dim is not None:
-            width = 2 * config.global_head_dim
+        if kind == "global" and config.self_attn.global_head_dim is not None:
+            width = 2 * config.self_attn.global_head_dim
         keys = window if kind in ("local", "chunked") else length
         attention += 6 * config.heads * width * keys
     return 4 * everything + 2 * with_gradients + attention
@@ -55,7 +55,7 @@ def _count_multiplied(config, weights) -> float:
         keys = [getattr(entry, "key", "") for entry in path]
         chosen = 1.0
         if "experts" in keys:
-            chosen = config.experts_per_token / config.experts
+            chosen = config.experts.per_token / config.experts.count
         count = coded_weights.count_weights(keys[-1], leaf)
         total += chosen * count * (keys[-1] in ends)
     return total

@@ -150,14 +150,14 @@ def activations(program: DecoderProgram, tokens: int) -> dict[str, int]:
     model, policy, mesh = program.model_config, program.policy, program.layout.sizes
     if policy is None or policy.dots or policy.last:
         return {}
-    if set(model.mixers) - {"attention", "latent"} or model.global_head_dim is not None:
+    if set(model.mixers) - {"attention", "latent"} or model.has_global_heads:
         return {}  # layers differ in what they keep
     item = jnp.dtype(model.dtype).itemsize
     queries, keys = (n * model.head_dim * item for n in (model.heads, model.kv_heads))
     by_value = model.value_width / model.head_dim
     split = {
         "q": queries, "k": keys, "v": keys * by_value, "attn_out": queries * by_value,
-        "attn_lse": 4 * model.heads, "gate": model.gated * _mean_ff(model) * item,
+        "attn_lse": 4 * model.heads, "gate": model.mlp.gated * _mean_ff(model) * item,
         "up": _mean_ff(model) * item,
     }  # fmt: skip
     if model.attention == "cudnn":  # its output has the same checkpoint name
@@ -172,7 +172,8 @@ def activations(program: DecoderProgram, tokens: int) -> dict[str, int]:
 def _mean_ff(model: ModelConfig) -> float:
     """Mean width of the layers' "up"; of layers with experts, the shared expert's."""
     kinds = (model.feed_forwards * model.layers)[: model.layers]
-    widths = [model.shared_ff or 0 if k == "experts" else model.ff for k in kinds]
+    shared = model.experts.shared_ff or 0
+    widths = [shared if kind == "experts" else model.ff for kind in kinds]
     return sum(widths) / model.layers
 
 

@@ -354,7 +354,7 @@ class ModelProgram:
         """Metrics of a step's routers; None for a model without experts."""
         if routed is None:
             return None
-        k = self.model_config.experts_per_token
+        k = self.model_config.experts.per_token
         return balance.report(jax.device_get(routed), k)
 
     @property

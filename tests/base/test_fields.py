@@ -8,45 +8,47 @@ import pytest
 
 from jaxmem.base import fields
 from jaxmem.base.fields import Must, accepts, check
-from jaxmem.base.ranges import integers, reals
+from jaxmem.base.ranges import Range, integers, reals
 from jaxmem.data.documents import DataConfig
 from jaxmem.data.tasks import TaskConfig
-from jaxmem.models.config import RANGES
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.train.optimizer import OptimizerConfig
 
 CONFIGS = (ModelConfig, OptimizerConfig, DataConfig, TaskConfig)
 NUMBERS = [
-    (kind, field)
+    (kind, setting)
     for kind in CONFIGS
-    for field in dataclasses.fields(kind)
-    if accepts(field.type, 1) and field.type is not bool
+    for setting in fields.settings(kind).values()
+    if accepts(setting.annotation, 1) and setting.annotation is not bool
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "field"), NUMBERS, ids=[f"{k.__name__}.{f.name}" for k, f in NUMBERS]
+    ("kind", "setting"), NUMBERS, ids=[f"{k.__name__}.{s.path}" for k, s in NUMBERS]
 )
 @pytest.mark.parametrize(
     "value", [math.inf, -math.inf, math.nan, True, "1", 10**400, 1j, [1]], ids=str
 )
-def test_fields_refuse_non_finite_and_non_numbers(kind, field, value, monkeypatch):
+def test_fields_refuse_non_finite_and_non_numbers(kind, setting, value, monkeypatch):
     with pytest.raises(ValueError) as raised:
-        kind(**{field.name: value})
+        fields.build(kind, {setting.path: value})
     message = str(raised.value)
-    assert message.startswith(f"{kind.__name__}.{field.name} must be ")
+    assert message.startswith(f"{kind.__name__}.{setting.path} must be ")
     assert len(message) < 200 and "\n" not in message
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(ModelConfig), ids=lambda f: f.name)
-def test_none_only_where_the_type_says_so(field):
-    if field.name not in RANGES:
-        return
-    if accepts(field.type, None):
-        assert getattr(ModelConfig(**{field.name: None}), field.name) is None
+OF_MODEL = [s for s in fields.settings(ModelConfig).values() if s.fact(Range)]
+
+
+@pytest.mark.parametrize("setting", OF_MODEL, ids=lambda s: s.path)
+def test_none_only_where_the_type_says_so(setting):
+    path = setting.path
+    if setting.is_optional:
+        built = fields.build(ModelConfig, {path: None})
+        assert fields.value_of(built, path) is None
     else:
-        with pytest.raises(ValueError, match=f"ModelConfig.{field.name} must be a"):
-            ModelConfig(**{field.name: None})
+        with pytest.raises(ValueError, match=f"ModelConfig.{path} must be a"):
+            fields.build(ModelConfig, {path: None})
 
 
 @pytest.mark.parametrize(
@@ -59,10 +61,10 @@ def test_none_only_where_the_type_says_so(field):
         ),
         (ModelConfig, dict(hidden=2**40), r"hidden must be at most 2\*\*20, got 10995"),
         (ModelConfig, dict(layers=2.0), "layers must be an integer, got 2.0"),
-        (ModelConfig, dict(norm_eps=1.0), r"norm_eps must be in \(0, 1\), got 1.0"),
+        (ModelConfig, {"norm.eps": 1.0}, r"norm.eps must be in \(0, 1\), got 1.0"),
         (
             ModelConfig,
-            dict(softcap=1e-300),
+            {"logits.softcap": 1e-300},
             "softcap must be 0 or at least 1.18e-38 in",
         ),
         (
@@ -85,7 +87,7 @@ def test_none_only_where_the_type_says_so(field):
 )
 def test_ranges(kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        kind(**changes)
+        fields.build(kind, changes)
 
 
 @dataclasses.dataclass(frozen=True)

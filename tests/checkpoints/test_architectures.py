@@ -94,7 +94,7 @@ def test_configs_for_recipes_have_published_dimensions(config, name, tmp_path):
     whole = {"pad_row": None, "pattern": own.pattern}  # listed by layer, or cycled
     cycled = (own.pattern * own.layers)[: own.layers]
     assert (made.pattern * made.layers)[: made.layers] == cycled
-    assert dataclasses.replace(made, **whole) == own
+    assert made.replaced(whole) == own
 
 
 def test_gemma_3_before_its_layers_were_listed(tmp_path):
@@ -118,9 +118,9 @@ def test_text_part_of_gemma_3(tmp_path):
 
 def test_llama_3_1_scales_its_wavelengths(tmp_path):
     made = read(tmp_path, LLAMA3, rope_scaling=SCALED).model
-    scaled = dict(rope_scaling="llama3", rope_factor=8.0, rope_low_factor=1.0)
-    scaled |= dict(rope_high_factor=4.0, rope_original=8192)
-    assert made == dataclasses.replace(shipped(tmp_path, "llama3_8b"), **scaled)
+    scaled = {"rope.scaling": "llama3", "rope.factor": 8.0, "rope.low_factor": 1.0}
+    scaled |= {"rope.high_factor": 4.0, "rope.original_length": 8192}
+    assert made == shipped(tmp_path, "llama3_8b").replaced(scaled)
     both = {"rope_parameters": SCALED | {"rope_theta": 500000.0}, "rope_theta": None}
     new = {k: v for k, v in (LLAMA3 | both).items() if k[:5] != "rope_" or k in both}
     del new["rope_theta"]
@@ -134,9 +134,9 @@ def test_mistral_and_qwen_windows(tmp_path):
         "sliding_window": 4096,
     }
     made = read(tmp_path, mistral).model
-    assert (made.pattern, made.window) == (("local",), 4096)
+    assert (made.pattern, made.self_attn.window) == (("local",), 4096)
     made = read(tmp_path, mistral, sliding_window=None).model
-    assert (made.pattern, made.window) == (("global",), None)
+    assert (made.pattern, made.self_attn.window) == (("global",), None)
     windows = dict(use_sliding_window=True, sliding_window=64, max_window_layers=27)
     made = read(tmp_path, QWEN3, **windows).model
     assert made.pattern == ("global",) * 27 + ("local",)
@@ -152,7 +152,7 @@ def test_absent_keys_default_as_in_transformers(tmp_path):
     }  # fmt: skip
     made = read(tmp_path, needed).model
     assert (made.kv_heads, made.head_dim, made.tied) == (32, 128, False)
-    assert (made.rope_theta, made.norm_eps) == (10_000.0, 1e-6)
+    assert (made.rope.theta, made.norm.eps) == (10_000.0, 1e-6)
     assert read(tmp_path, needed, model_type="gemma2").model.tied
 
 
@@ -185,7 +185,7 @@ def test_heads_of_keys_of_gpt_neox(tmp_path):
 def test_null_means_the_default(tmp_path):
     nothing = dict.fromkeys(("num_key_value_heads", "rope_theta", "rms_norm_eps"))
     made = read(tmp_path, LLAMA3, **nothing).model
-    assert (made.kv_heads, made.rope_theta, made.norm_eps) == (32, 1e4, 1e-6)
+    assert (made.kv_heads, made.rope.theta, made.norm.eps) == (32, 1e4, 1e-6)
 
 
 def test_keys_can_be_ignored_by_name(tmp_path):

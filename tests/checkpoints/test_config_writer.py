@@ -1,6 +1,5 @@
 """Decoders from random weights as architectures that others know."""
 
-import dataclasses
 import json
 
 import jax
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_description_reads_back_as_the_model(name, tmp_path):
-    model = dataclasses.replace(SMALL, **KNOWN[name])
+    model = SMALL.replaced(KNOWN[name])
     described = checkpoints.describe(model, 64)
     (tmp_path / "config.json").write_text(json.dumps(described))
     read = checkpoints.read_config(tmp_path)
@@ -31,39 +30,45 @@ def test_description_reads_back_as_the_model(name, tmp_path):
     kinds = [model.pattern[i % len(model.pattern)] for i in range(3)]
     assert [read.model.pattern[i % len(read.model.pattern)] for i in range(3)] == kinds
     assert read.model.score_scale == pytest.approx(model.score_scale, rel=1e-12)
-    same = dict(
-        pattern=model.pattern,
-        attention_scale=model.attention_scale,
-        local_rope_theta=model.local_rope_theta,
-    )
-    assert dataclasses.replace(read.model, **same) == model
+    same = {
+        "pattern": model.pattern,
+        "self_attn.scale": model.self_attn.scale,
+        "rope.local_theta": model.rope.local_theta,
+    }
+    assert read.model.replaced(same) == model
 
 
-EXPERTS = dict(
-    feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=8,
-    router_renormalised=True,
-)  # fmt: skip
+EXPERTS = {
+    "feed_forwards": ("experts",),
+    "experts.count": 4,
+    "experts.per_token": 2,
+    "experts.ff": 8,
+    "router.renormalised": True,
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(softcap=3.0), "LlamaForCausalLM cannot have softcap=3.0"),
-        (dict(attention_scale=0.3), "LlamaForCausalLM cannot have attention_scale="),
-        (dict(qk_norm=True, qkv_bias=True), "Qwen3ForCausalLM cannot have qkv_bias="),
-        (dict(**GEMMA, attention_scale=0.3), "Gemma2.* cannot have attention_scale="),
-        (EXPERTS, "Qwen3MoeForCausalLM cannot have qk_norm=False"),
+        ({"logits.softcap": 3.0}, "LlamaForCausalLM cannot have logits.softcap=3.0"),
+        ({"self_attn.scale": 0.3}, "LlamaForCausalLM cannot have self_attn.scale="),
+        (
+            {"qk_norm.enabled": True, "self_attn.qkv_bias": True},
+            "Qwen3ForCausalLM cannot have self_attn.qkv_bias=",
+        ),
+        ({**GEMMA, "self_attn.scale": 0.3}, "Gemma2.* cannot have self_attn.scale="),
+        (EXPERTS, "Qwen3MoeForCausalLM cannot have qk_norm.enabled=False"),
     ],
 )
 def test_describe_refuses_other_models(changes, message):
     with pytest.raises(CheckpointError, match=message):
-        checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
+        checkpoints.describe(SMALL.replaced(changes), 64)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.02])
 def test_describe_router_loss_factor(factor):
-    changes = EXPERTS | dict(qk_norm=True, router_aux_loss_coef=factor)
-    made = checkpoints.describe(dataclasses.replace(SMALL, **changes), 64)
+    changes = EXPERTS | {"qk_norm.enabled": True, "router_aux_loss_coef": factor}
+    made = checkpoints.describe(SMALL.replaced(changes), 64)
     assert made["architectures"] == ["Qwen3MoeForCausalLM"]
     assert made.get("router_aux_loss_coef", 0.0) == factor
 
@@ -92,12 +97,12 @@ def test_save_new_writes_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, slow(False)])
 def test_scaled_embeddings_become_the_embeddings(tied, tmp_path):
-    config = dataclasses.replace(SMALL, embed_scale=True, tied=tied, layers=1)
+    config = SMALL.replaced({"embedding.scaled": True, "tied": tied, "layers": 1})
     decoder = decoders.drawn(config)
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
     loaded = checkpoints.load(tmp_path / "out")
-    assert not loaded.config.embed_scale and not loaded.config.tied
+    assert not loaded.config.embedding.scaled and not loaded.config.tied
     tokens, places = jnp.array([[5, 6, 7]]), jnp.arange(3)[None]
 
     def logits(decoder):

@@ -21,6 +21,7 @@ import safetensors.numpy
 from flax import nnx, traverse_util
 
 from jaxmem import checkpoints
+from jaxmem.base.fields import values_of
 from jaxmem.checkpoints import names
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.models import balance
@@ -140,7 +141,7 @@ def test_router_loss_equals_transformers(name, loaded):
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     documents = jnp.ones_like(tokens).at[-1, -6:].set(0)  # padding
 
-    k, (definition, weights) = decoder.config.experts_per_token, nnx.split(decoder)
+    k, (definition, weights) = decoder.config.experts.per_token, nnx.split(decoder)
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -151,7 +152,7 @@ def test_router_loss_equals_transformers(name, loaded):
     (loss, routed), gradients = run(weights)
     counts = np.asarray(routed.counts).sum(axis=1)
     assert set(counts) <= {0, k * (tokens.size - 6)}
-    if decoder.config.router_correction:  # transformers counts without it
+    if decoder.config.router.correction:  # transformers counts without it
         return
     np.testing.assert_allclose(loss, stored["balance"], rtol=1e-5)
     compare_gradients(gradients, stored, "balance_gradients", config)
@@ -222,17 +223,18 @@ def test_family_writes_its_config_back(name, written, tmp_path):
     assert kinds[0] == kinds[1] and again.max_positions == config.max_positions
     # Rows of special tokens are not among what `write` describes.
     same = {"pattern", "pad_row"}
+    expected = values_of(config.model)
     changed = {
-        field: (value, getattr(config.model, field))
-        for field, value in vars(again.model).items()
-        if field not in same and value != getattr(config.model, field)
+        key: (value, expected[key])
+        for key, value in values_of(again.model).items()
+        if key not in same and value != expected[key]
     }
     assert all(np.isclose(*both, rtol=1e-12) for both in changed.values()), changed
 
 
 def test_longrope_wavelengths_by_document_length(loaded):
     decoder, config = loaded("phi3_long")
-    assert config.model.rope_limit == 32
+    assert config.model.rope.limit == 32
     rng, places = np.random.default_rng(0), np.r_[:40, :8]
     tokens = np.tile(rng.integers(3, seeded.VOCABULARY, 48), (3, 1))
     tokens[2, :8] = tokens[0, 40:]
@@ -242,7 +244,7 @@ def test_longrope_wavelengths_by_document_length(loaded):
     made = jax.jit(forward)(decoder, *map(jnp.asarray, given))
     np.testing.assert_allclose(made[0, :40], made[1, :40], atol=1e-5)
     np.testing.assert_allclose(made[0, 40:], made[2, :8], atol=1e-5)
-    with pytest.raises(ValueError, match="segment_ids must be given with model.rope_l"):
+    with pytest.raises(ValueError, match="segment_ids must be given with model.rope.l"):
         decoder(given[0], None, given[2])
 
 

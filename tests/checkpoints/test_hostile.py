@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxmem import checkpoints
+from jaxmem.base.fields import value_of, values_of
 from jaxmem.checkpoints.adapter_config import read_adapter_config
 from jaxmem.checkpoints.families import FAMILIES
 from jaxmem.checkpoints.tensors import Tensors
@@ -60,7 +61,7 @@ likely = st.sampled_from(
 PLAIN = {
     "num_hidden_layers": "layers", "hidden_size": "hidden", "intermediate_size": "ff",
     "num_attention_heads": "heads", "vocab_size": "vocab_size",
-    "rms_norm_eps": "norm_eps",
+    "rms_norm_eps": "norm.eps",
 }  # fmt: skip
 
 
@@ -78,8 +79,8 @@ def test_config_json(folder, seen, data):
     raw = raw.get("text_config", raw)
     for key, field in PLAIN.items():
         if key in raw:
-            assert getattr(made.model, field) == raw[key]
-    numbers = [x for x in vars(made.model).values() if isinstance(x, float)]
+            assert value_of(made.model, field) == raw[key]
+    numbers = [x for x in values_of(made.model).values() if isinstance(x, float)]
     assert all(map(math.isfinite, numbers)) and made.model.layers <= 10_000
     assert len(made.model.pattern) <= 10_000
 

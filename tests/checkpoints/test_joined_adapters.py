@@ -4,7 +4,6 @@ adapters/ holds what make_adapters.py recorded. With a directory in the variable
 EXPORTS, what is saved stays there, for make_adapters.py --exports to compare.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -167,7 +166,7 @@ def test_save_adapter_warns_of_peft_placement(tmp_path):
     base = seeded.write(record("qwen3_next"), tmp_path / "base")
     model = checkpoints.read_config(base).model
     changes = {"lora_rank": 2, "lora_targets": ("down",), "dtype": "float32"}
-    decoder = decoders.drawn(dataclasses.replace(model, **changes))
+    decoder = decoders.drawn(model.replaced(changes))
     with pytest.warns(
         UserWarning, match="shared_expert.down_proj' in .* as adapters of exp"
     ):
@@ -181,7 +180,7 @@ def test_save_adapter_without_base_names_experts(target, tmp_path):
     base = seeded.write(record("qwen3_moe"), tmp_path / "base")
     model = checkpoints.read_config(base).model
     changes = {"lora_rank": 2, "lora_targets": (target,), "dtype": "float32"}
-    decoder = decoders.drawn(dataclasses.replace(model, **changes))
+    decoder = decoders.drawn(model.replaced(changes))
     checkpoints.save_adapter(tmp_path / "out", decoder)
     checkpoints.save_adapter(tmp_path / "named", decoder, base=str(base))
     out, named = (tmp_path / x / "adapter_model.safetensors" for x in ("out", "named"))
@@ -190,7 +189,7 @@ def test_save_adapter_without_base_names_experts(target, tmp_path):
     assert checkpoints.load(base, adapter=out.parent).config.lora_targets == read
 
 
-EXPERTS = dict(experts=4, experts_per_token=2, expert_ff=8)
+EXPERTS = {"experts.count": 4, "experts.per_token": 2, "experts.ff": 8}
 OF_EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
 
 
@@ -202,7 +201,7 @@ OF_EXPERTS = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
         (
             {
                 "feed_forwards": ("dense_and_experts",),
-                "attention_gate": True,
+                "self_attn.gate": True,
                 **EXPERTS,
             },
             {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"},
@@ -215,8 +214,8 @@ def test_save_adapter_without_base_names_all_matrices(
 ):
     model = ModelConfig(
         vocab_size=32, hidden=16, ff=16, layers=1, heads=2, kv_heads=1, head_dim=8,
-        lora_rank=2, lora_targets=ALL_TARGETS, **switches,
-    )  # fmt: skip
+        lora_rank=2, lora_targets=ALL_TARGETS,
+    ).replaced(switches)  # fmt: skip
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*PEFT 0.21 reads the adapters")
         checkpoints.save_adapter(tmp_path / "out", decoders.drawn(model))

@@ -5,7 +5,6 @@ index of its own, torch brings gigabytes of CUDA. test_weights.py and test_adapt
 hold jaxmem against what the three computed, in files that make_tiny.py wrote.
 """
 
-import dataclasses
 import pathlib
 
 import jax
@@ -77,7 +76,7 @@ def test_saved_adapter_loads_to_same_logits(tmp_path):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_saved_random_weights_load_in_transformers(name, tmp_path):
-    decoder = decoders.drawn(dataclasses.replace(SMALL, **KNOWN[name]))
+    decoder = decoders.drawn(SMALL.replaced(KNOWN[name]))
     text = checkpoints.Text(texts.tokenizer(), "<s>", "</s>", "<pad>")
     checkpoints.save_new(tmp_path / "out", decoder, text=text, max_positions=64)
     expected = theirs(loaded(tmp_path / "out"), tokens())

@@ -256,7 +256,7 @@ def test_save_replaces_directory_only_if_asked(tmp_path):
 
 
 def test_save_refuses_model_unlike_reference(tmp_path):
-    with pytest.raises(CheckpointError, match="qk_norm=False, not True"):
+    with pytest.raises(CheckpointError, match="qk_norm.enabled=False, not True"):
         checkpoints.save(tmp_path / "out", loaded("llama"), like=TINY / "qwen3")
     assert not list(tmp_path.iterdir())
 

@@ -14,18 +14,31 @@ SCALED = PUBLISHED["scaled"]
 SMALL = ModelConfig(
     layers=3, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=10, vocab_size=40
 )
-GEMMA = dict(activation="gelu", norm_offset=True, post_norms=True, embed_scale=True)
-WINDOW = dict(pattern=("local", "global"), window=4)
+GEMMA = {
+    "mlp.activation": "gelu",
+    "norm.offset": True,
+    "norm.post": True,
+    "embedding.scaled": True,
+}
+WINDOW = {"pattern": ("local", "global"), "self_attn.window": 4}
 KNOWN = {
     "llama": {},
-    "llama_long": dict(rope_scaling="llama3", rope_factor=8.0, rope_original=16),
-    "llama_linear": dict(rope_scaling="linear", rope_factor=4.0, tied=False),
-    "qwen3": dict(qk_norm=True, activation="gelu"),
-    "qwen3_window": dict(qk_norm=True, **WINDOW),
-    "qwen2": dict(qkv_bias=True, tied=False, norm_eps=1e-5),
-    "mistral": dict(pattern=("local",), window=4),
-    "gemma2": dict(softcap=3.0, attention_softcap=2.0, **GEMMA),
-    "gemma3": dict(
-        qk_norm=True, local_rope_theta=50.0, attention_scale=7**-0.5, **WINDOW, **GEMMA
-    ),
+    "llama_long": {
+        "rope.scaling": "llama3",
+        "rope.factor": 8.0,
+        "rope.original_length": 16,
+    },
+    "llama_linear": {"rope.scaling": "linear", "rope.factor": 4.0, "tied": False},
+    "qwen3": {"qk_norm.enabled": True, "mlp.activation": "gelu"},
+    "qwen3_window": {"qk_norm.enabled": True, **WINDOW},
+    "qwen2": {"self_attn.qkv_bias": True, "tied": False, "norm.eps": 1e-5},
+    "mistral": {"pattern": ("local",), "self_attn.window": 4},
+    "gemma2": {"logits.softcap": 3.0, "self_attn.softcap": 2.0, **GEMMA},
+    "gemma3": {
+        "qk_norm.enabled": True,
+        "rope.local_theta": 50.0,
+        "self_attn.scale": 7**-0.5,
+        **WINDOW,
+        **GEMMA,
+    },
 }

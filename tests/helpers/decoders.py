@@ -23,7 +23,7 @@ def drawn(config, *head, **options):
         elif name == "kernel":
             values *= shape.shape[-2] ** -0.5
         else:
-            offset = config.norm_offset and name == "scale"
+            offset = config.norm.offset and name == "scale"
             values = 0.1 * values + (name.endswith("scale") and not offset)
         return values.astype(shape.dtype)
 

@@ -1,6 +1,5 @@
 """A small GRPO job, its samples, and its loss in float64."""
 
-import dataclasses
 import functools
 from pathlib import Path
 
@@ -40,15 +39,23 @@ SMALL = GrpoJobConfig(
         max_tokens_train=32,
         max_tokens_forward=64,
     ),
-    model=ModelConfig(
-        layers=1, hidden=32, ff=48, heads=2, kv_heads=1, head_dim=16, tied=False,
-        embed_scale=True,
+    model=ModelConfig().replaced(
+        {
+            "layers": 1,
+            "hidden": 32,
+            "ff": 48,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 16,
+            "tied": False,
+            "embedding.scaled": True,
+        }
     ),
     head=HeadConfig(chunk=16),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.0),
     run=RunConfig(job="grpo", steps=4, checkpoint_every=3, compare_heads=False),
     remat=RematConfig("none"),
-)  # fmt: skip
+)
 
 
 def train(config, out_dir, **run):
@@ -132,7 +139,7 @@ def random_micro_batch(vocab_size=14, shape=(3, 8)):
 
 
 def head_and_hidden(softcap=None):
-    config = dataclasses.replace(SMALL.model, vocab_size=14, softcap=softcap)
+    config = SMALL.model.replaced({"vocab_size": 14, "logits.softcap": softcap})
     made = drawn(lambda: Decoder(config, SMALL.head, rngs=nnx.Rngs(0)))
     hidden = 0.3 * np.random.default_rng(1).normal(size=(3, 8, config.hidden))
     return nnx.merge(*made).head, jnp.asarray(hidden, jnp.float32)

@@ -1,6 +1,5 @@
 """Runs of jobs, and what is reproducible of them."""
 
-import dataclasses
 import io
 import json
 import pathlib
@@ -21,11 +20,12 @@ from jaxmem.train.output.progress import ProgressReport
 
 def changed(config, **sections):
     """The config with some fields of some sections replaced, all at once."""
-    made = {
-        name: dataclasses.replace(getattr(config, name), **fields)
-        for name, fields in sections.items()
+    values = {
+        f"{section}.{path}": value
+        for section, settings in sections.items()
+        for path, value in settings.items()
     }
-    return dataclasses.replace(config, **made)
+    return config.replaced(values)
 
 
 def run(config, text=""):

@@ -1,6 +1,5 @@
 """Small decoders, prompts, and runs of the sampler."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,20 +13,34 @@ from jaxmem.models.sampling import (
 )
 from tests.helpers import decoders
 
-LAYERS_OF_ATTENTION = dict(
-    layers=3, pattern=("local", "chunked", "chunked"), window=3,
-    mixers=("attention", "attention", "reuse"),
-)  # fmt: skip
-OTHER_PARTS = dict(
-    layers=2, mixers=("delta", "latent"), feed_forwards=("dense", "experts"),
-    delta_heads=2, delta_key_dim=6, delta_value_dim=4, latent=6, rotated_width=4,
-    query_latent=5, experts=3, experts_per_token=2, expert_ff=8, shared_ff=4,
-)  # fmt: skip
+LAYERS_OF_ATTENTION = {
+    "layers": 3,
+    "pattern": ("local", "chunked", "chunked"),
+    "self_attn.window": 3,
+    "mixers": ("attention", "attention", "reuse"),
+}
+OTHER_PARTS = {
+    "layers": 2,
+    "mixers": ("delta", "latent"),
+    "feed_forwards": ("dense", "experts"),
+    "delta.heads": 2,
+    "delta.key_dim": 6,
+    "delta.value_dim": 4,
+    "latent.kv_rank": 6,
+    "latent.rope_head_dim": 4,
+    "latent.query_rank": 5,
+    "experts.count": 3,
+    "experts.per_token": 2,
+    "experts.ff": 8,
+    "experts.shared_ff": 4,
+}
 # Rows that pass so many tokens are read again.
-LONG = dict(
-    rope_scaling="listed", rope_factors=(1.0,) * 4, rope_long_factors=(9.0,) * 4,
-    rope_limit=7,
-)  # fmt: skip
+LONG = {
+    "rope.scaling": "listed",
+    "rope.short_factors": (1.0,) * 4,
+    "rope.long_factors": (9.0,) * 4,
+    "rope.limit": 7,
+}
 SMALL = ModelConfig(
     layers=1,
     hidden=32,
@@ -45,7 +58,7 @@ EOS, PAD = 3, 0
 
 @functools.cache
 def decoder(**changes):
-    return decoders.drawn(dataclasses.replace(SMALL, **changes))
+    return decoders.drawn(SMALL.replaced(changes))
 
 
 @functools.cache
@@ -54,7 +67,7 @@ def sampler(**settings):
 
     @jax.jit
     def run(model, prompts, lengths, key):
-        if model.config.experts is None:
+        if model.config.experts.count is None:
             return sample(model, prompts, lengths, key, config, eos_id=EOS, pad_id=PAD)
         made = Sampler(config, (EOS,), PAD, records=True)
         return made.complete(model, prompts, lengths, key)

@@ -110,10 +110,15 @@ class VllmServer:
 def write_checkpoint(directory, seed=0, **sizes):
     """The decoder of grpo_arithmetic.gin, with heads as wide as vLLM's kernels need."""
     sizes = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ff": 192} | sizes
-    model = ModelConfig(
-        vocab_size=len(tasks.VOCABULARY), head_dim=32, tied=False, embed_scale=True,
-        **sizes,
-    )  # fmt: skip
+    model = ModelConfig().replaced(
+        {
+            "vocab_size": len(tasks.VOCABULARY),
+            "head_dim": 32,
+            "tied": False,
+            "embedding.scaled": True,
+            **sizes,
+        }
+    )
     decoder = Decoder(model, rngs=nnx.Rngs(jax.random.key(seed)))
     pad, eos = (tasks.VOCABULARY[i] for i in (tasks.PAD_ID, tasks.EOS_ID))
     text = Text(vocabulary.of_words(), bos=None, eos=eos, pad=pad)

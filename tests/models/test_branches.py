@@ -1,6 +1,5 @@
 """A prompt that several continuations share, against each of them with its own."""
 
-import dataclasses
 import functools
 
 import jax
@@ -69,12 +68,19 @@ def results(model, tokens, worth, packed, layout=None):
 @pytest.mark.parametrize(
     ("changes", "policy"),
     [
-        slow(dict(qk_norm=True, attention_softcap=2.0, sinks=True), "full"),
-        (dict(learned_positions=16, pattern=("unrotated", "global")), "none"),
+        slow(
+            {
+                "qk_norm.enabled": True,
+                "self_attn.softcap": 2.0,
+                "self_attn.sinks": True,
+            },
+            "full",
+        ),
+        ({"embedding.positions": 16, "pattern": ("unrotated", "global")}, "none"),
     ],
 )
 def test_shared_prompts_equal_repeated_prompts(changes, policy):
-    config = dataclasses.replace(SMALL, **changes)
+    config = SMALL.replaced(changes)
     model = decoders.drawn(config, policy=policy)
     parts, tokens, worth = problem()
     shared = pack_branches(parts, 26, LAYOUT, (13,))
@@ -108,10 +114,14 @@ def test_cudnn_gets_mask_of_earlier_keys(cudnn_on_xla):
 @pytest.mark.parametrize("sees", [3, slow(12)])
 def test_cudnn_gets_window_of_one_document(sees, cudnn_on_xla):
     """In a loop whose layers have it or see the whole row; and no mask of T x T."""
-    config = dataclasses.replace(
-        SMALL, pattern=("local", "global"), window=3, attention="cudnn",
-        dtype="bfloat16",
-    )  # fmt: skip
+    config = SMALL.replaced(
+        {
+            "pattern": ("local", "global"),
+            "self_attn.window": 3,
+            "attention": "cudnn",
+            "dtype": "bfloat16",
+        }
+    )
     sight = positions.documents(config, np.zeros((2, 12), int), None)(int(sees == 3))
     sight = jax.tree.map(jnp.asarray, sight)
     assert sight.mask is None and sight.window == sees
@@ -153,10 +163,14 @@ def test_plan_reads_prompt_once_per_row():
 @pytest.mark.parametrize(
     ("changes", "sequence", "expected"),
     [
-        (dict(pattern=("local", "global"), window=3), 1, "model.pattern=.* windows"),
+        (
+            {"pattern": ("local", "global"), "self_attn.window": 3},
+            1,
+            "model.pattern=.* windows",
+        ),
         ({}, 2, "mesh.sequence=2 is above 1"),
     ],
 )
 def test_models_that_cannot_share_prompts_are_refused(changes, sequence, expected):
     with pytest.raises(ValueError, match=f"grpo.share_prompts.*{expected}"):
-        branches.check(dataclasses.replace(SMALL, **changes), sequence)
+        branches.check(SMALL.replaced(changes), sequence)

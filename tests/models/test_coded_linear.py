@@ -74,16 +74,27 @@ def decoded(decoder, **options):
     return nnx.merge(nnx.split(shapes)[0], nested)
 
 
-EXPERTS = dataclasses.replace(
-    CONFIG, feed_forwards=("experts",), experts=4, experts_per_token=2, expert_ff=64,
-    shared_ff=64, expert_bias=True,
-)  # fmt: skip
+EXPERTS = CONFIG.replaced(
+    {
+        "feed_forwards": ("experts",),
+        "experts.count": 4,
+        "experts.per_token": 2,
+        "experts.ff": 64,
+        "experts.shared_ff": 64,
+        "experts.bias": True,
+    }
+)
 ALL = ("query", "key", "value", "output", "gate", "up", "down", "embedding")
 TABLE = dataclasses.replace(CONFIG, tied=False, base_targets=ALL)
-LATENT = dataclasses.replace(
-    CONFIG, mixers=("latent",), latent=64, query_latent=64, rotated_width=16,
-    lora_targets=("output", "up"),
-)  # fmt: skip
+LATENT = CONFIG.replaced(
+    {
+        "mixers": ("latent",),
+        "latent.kv_rank": 64,
+        "latent.query_rank": 64,
+        "latent.rope_head_dim": 16,
+        "lora_targets": ("output", "up"),
+    }
+)
 FULL = pytest.mark.full
 LAST = remat.Policy(dots=True, last=1)
 
@@ -342,11 +353,23 @@ def test_look_up_of_codes_is_of_the_decoded_table():
 
 @pytest.mark.parametrize("targets, gib", [(None, 5.7), (ALL, 5.1)])
 def test_weights_of_qwen3_8b_take_so_many_gib(targets, gib):
-    config = ModelConfig(
-        layers=36, hidden=4096, ff=12288, heads=32, kv_heads=8, head_dim=128,
-        vocab_size=151_936, tied=False, qk_norm=True, dtype="bfloat16",
-        param_dtype="bfloat16", base="nf4", base_targets=targets,
-    )  # fmt: skip
+    config = ModelConfig().replaced(
+        {
+            "layers": 36,
+            "hidden": 4096,
+            "ff": 12288,
+            "heads": 32,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+            "tied": False,
+            "qk_norm.enabled": True,
+            "dtype": "bfloat16",
+            "param_dtype": "bfloat16",
+            "base": "nf4",
+            "base_targets": targets,
+        }
+    )
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves = weights.by_path(model).items()
     size = sum(leaf.size * leaf.dtype.itemsize for _, leaf in leaves)

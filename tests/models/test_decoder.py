@@ -31,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @functools.cache
 def decoder(policy="full", **changes):
-    config = dataclasses.replace(SMALL, **changes)
+    config = SMALL.replaced(changes)
     return decoders.drawn(config, policy=policy)
 
 
 def frequencies(head_dim, theta):
-    config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=theta)
+    config = SMALL.replaced({"head_dim": head_dim, "rope.theta": theta})
     return rope_frequencies(config)
 
 
@@ -106,7 +106,7 @@ def dense_attention(attention, x, segment_ids, positions):
         for name in ("query", "key", "value", "output")
     }
     width, half = config.head_dim, config.head_dim // 2
-    frequencies = config.rope_theta ** (-np.arange(half) * 2 / width)
+    frequencies = config.rope.theta ** (-np.arange(half) * 2 / width)
 
     def turned(vector, position):
         angle = position * frequencies
@@ -146,7 +146,7 @@ def test_attention_grouped_causal_within_document():
     got, _ = attention.mix(
         [read(jnp.asarray(x)) for read in attention.readers],
         Sight(jnp.asarray(segments)),
-        rope_tables(jnp.asarray(positions), frequencies(8, SMALL.rope_theta)),
+        rope_tables(jnp.asarray(positions), frequencies(8, SMALL.rope.theta)),
     )
     expected = dense_attention(attention, x[0], segments[0], positions[0])
     np.testing.assert_allclose(got[0], expected, atol=2e-5)
@@ -160,7 +160,7 @@ def test_scanned_blocks_equal_blocks_in_sequence():
     def one_after_the_other(model):
         definition, weights = nnx.split(model.blocks)
         x = model.embed(tokens)
-        rope = rope_tables(positions, frequencies(8, SMALL.rope_theta))
+        rope = rope_tables(positions, frequencies(8, SMALL.rope.theta))
         for layer in range(SMALL.layers):
             of_one = jax.tree.map(lambda w, i=layer: w[i], weights)
             x, *_ = nnx.merge(definition, of_one).read(x, Sight(segments), rope)
@@ -183,7 +183,7 @@ def test_layers_start_with_weights_of_their_own():
 @pytest.mark.slow
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_packed_document_equals_document_alone(qk_norm):
-    model = decoder(qk_norm=qk_norm, embed_scale=True)
+    model = decoder(**{"qk_norm.enabled": qk_norm, "embedding.scaled": True})
     first, second = random_document(6, 1), random_document(7, 2)
     packed = run(model, rows_of(first, second, length=16))
     alone = run(model, rows_of(first, length=6)), run(model, rows_of(second, length=7))
@@ -293,21 +293,37 @@ def test_remat_preset_changes_no_number(name):
     ("changes", "count"),
     [
         pytest.param(
-            dict(layers=28, hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128,
-                 vocab_size=151_936, qk_norm=True),
+            {
+                "layers": 28,
+                "hidden": 1024,
+                "ff": 3072,
+                "heads": 16,
+                "kv_heads": 8,
+                "head_dim": 128,
+                "vocab_size": 151_936,
+                "qk_norm.enabled": True,
+            },
             596_049_920,
             id="Qwen3-0.6B",
         ),
         pytest.param(
-            dict(layers=32, hidden=4096, ff=14_336, heads=32, kv_heads=8, head_dim=128,
-                 vocab_size=128_256, tied=False),
+            dict(
+                layers=32,
+                hidden=4096,
+                ff=14_336,
+                heads=32,
+                kv_heads=8,
+                head_dim=128,
+                vocab_size=128_256,
+                tied=False,
+            ),
             8_030_261_248,
             id="Llama-3-8B",
         ),
     ],
-)  # fmt: skip
+)
 def test_published_sizes_count_published_parameters(changes, count):
-    config = dataclasses.replace(SMALL, **changes)
+    config = SMALL.replaced(changes)
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.split(abstract)[1]))
     assert sum(math.prod(leaf.shape) for leaf in leaves) == count
@@ -338,20 +354,29 @@ def test_cudnn_attention_equals_xla_on_packed_rows():
         (dict(head_dim=7), "head_dim must be even .*got 7"),
         (dict(layers=0), "layers must be above 0, got 0"),
         (dict(vocab_size=-1), "vocab_size must be above 0, or None, got -1"),
-        (dict(softcap=0.0), "softcap must be above 0, or None, got 0.0"),
+        ({"logits.softcap": 0.0}, "logits.softcap must be above 0, or None, got 0.0"),
         (dict(dtype="float8"), "dtype must be one of 'float32', .*got 'float8'"),
-        (dict(activation="tanh"), "activation must be 'silu' or .*got 'tanh'"),
+        ({"mlp.activation": "tanh"}, "mlp.activation must be 'silu' or .*got 'tanh'"),
         (dict(attention="flash"), "attention must be 'xla' or .*got 'flash'"),
         (dict(pattern=("near",)), "pattern must be of 'global', 'local', 'chunked'"),
-        (dict(pattern=("local",)), "window must be given where pattern has 'local'"),
-        (dict(window=4), "window must be given where pattern has 'local'"),
-        (dict(mixers=("reuse", "attention")), "mixers must be of 'attention' before"),
-        (dict(rope_scaling="dynamic"), "rope_limit must be given with rope_scaling="),
-        (dict(reuse_ff=8), "reuse_ff must be left out where no layer is 'reuse'"),
-        (dict(rope_scaling="su"), "rope_scaling must be 'linear' or .*got 'su'"),
         (
-            dict(attention="cudnn", attention_softcap=5.0),
-            "attention must be None or 'xla' with attention_softcap",
+            dict(pattern=("local",)),
+            "self_attn.window must be given where pattern has 'local'",
+        ),
+        (
+            {"self_attn.window": 4},
+            "self_attn.window must be given where pattern has 'local'",
+        ),
+        (dict(mixers=("reuse", "attention")), "mixers must be of 'attention' before"),
+        ({"rope.scaling": "dynamic"}, "rope.limit must be given with rope.scaling="),
+        (
+            {"mlp.reuse_ff": 8},
+            "mlp.reuse_ff must be left out where no layer is 'reuse'",
+        ),
+        ({"rope.scaling": "su"}, "rope.scaling must be 'linear' or .*got 'su'"),
+        (
+            {"attention": "cudnn", "self_attn.softcap": 5.0},
+            "attention must be None or 'xla' with self_attn.softcap",
         ),
         (
             dict(attention="cudnn", dtype="float32"),
@@ -361,7 +386,7 @@ def test_cudnn_attention_equals_xla_on_packed_rows():
 )
 def test_impossible_models_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=f"ModelConfig.{message}"):
-        dataclasses.replace(SMALL, **changes)
+        SMALL.replaced(changes)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +474,9 @@ def test_layer_inputs_pad_row_has_no_gradient():
     tokens = jnp.array([[3, 5, 7, 5, 9, 1]])
 
     def gradient(pad_row):
-        definition, weights = nnx.split(decoder(layer_input=4, pad_row=pad_row))
+        definition, weights = nnx.split(
+            decoder(pad_row=pad_row, **{"embedding.per_layer_width": 4})
+        )
 
         def loss(weights):
             hidden = nnx.merge(definition, weights)(tokens, None, jnp.arange(6)[None])

@@ -96,11 +96,22 @@ def test_delta_gradients_equal_those_of_single_steps():
 
 @pytest.mark.slow
 def test_delta_prompts_of_several_lengths_as_alone():
-    config = ModelConfig(
-        layers=2, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31,
-        mixers=("delta", "attention"), delta_heads=2, delta_key_dim=8,
-        delta_value_dim=4, attention_gate=True,
-    )  # fmt: skip
+    config = ModelConfig().replaced(
+        {
+            "layers": 2,
+            "hidden": 16,
+            "ff": 24,
+            "heads": 2,
+            "kv_heads": 1,
+            "head_dim": 8,
+            "vocab_size": 31,
+            "mixers": ("delta", "attention"),
+            "delta.heads": 2,
+            "delta.key_dim": 8,
+            "delta.value_dim": 4,
+            "self_attn.gate": True,
+        }
+    )
     decoder = decoders.drawn(config)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (3, 12)), jnp.int32)
     lengths = np.array([1, 2, 7])  # the convolution reads more than the first two have

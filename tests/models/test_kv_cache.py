@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @functools.cache
 def decoder(**changes):
-    return decoders.drawn(dataclasses.replace(SMALL, **changes))
+    return decoders.drawn(SMALL.replaced(changes))
 
 
 def random_tokens(seed=0):
@@ -50,32 +50,57 @@ def at_steps(hidden, lengths):
     "changes",
     [
         pytest.param({}, id="grouped queries", marks=pytest.mark.slow),
-        pytest.param(dict(kv_heads=1, qk_norm=True), id="one kv head, Qwen's norms",
-                     marks=pytest.mark.slow),
         pytest.param(
-            dict(kv_heads=4, embed_scale=True, activation="gelu", rope_theta=50.0),
+            {"kv_heads": 1, "qk_norm.enabled": True},
+            id="one kv head, Qwen's norms",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {
+                "kv_heads": 4,
+                "embedding.scaled": True,
+                "mlp.activation": "gelu",
+                "rope.theta": 50.0,
+            },
             id="as many kv heads, Gemma's scale",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            dict(pattern=("local", "global"), window=3, attention_softcap=0.5,
-                 attention_scale=0.9, post_norms=True, norm_offset=True),
+            {
+                "pattern": ("local", "global"),
+                "self_attn.window": 3,
+                "self_attn.softcap": 0.5,
+                "self_attn.scale": 0.9,
+                "norm.post": True,
+                "norm.offset": True,
+            },
             id="a window in every other layer, capped scores",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            dict(pattern=("local",), window=2, qkv_bias=True, rope_scaling="llama3",
-                 rope_factor=8.0, rope_original=16),
+            {
+                "pattern": ("local",),
+                "self_attn.window": 2,
+                "self_attn.qkv_bias": True,
+                "rope.scaling": "llama3",
+                "rope.factor": 8.0,
+                "rope.original_length": 16,
+            },
             id="a window in every layer, biases, scaled wavelengths",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            dict(pattern=("global", "local"), window=4, local_rope_theta=10.0,
-                 rope_scaling="linear", rope_factor=4.0),
+            {
+                "pattern": ("global", "local"),
+                "self_attn.window": 4,
+                "rope.local_theta": 10.0,
+                "rope.scaling": "linear",
+                "rope.factor": 4.0,
+            },
             id="local layers with wavelengths of their own",
         ),
     ],
-)  # fmt: skip
+)
 def test_cached_tokens_equal_whole_sequence(changes):
     model, tokens = decoder(**changes), random_tokens()
     got, _ = stepwise(model, tokens, LENGTHS, WIDTH)
@@ -136,18 +161,36 @@ def test_bfloat16_is_cached_as_such():
     [
         ({}, True),
         slow({}, False),
-        full(dict(pattern=("local", "global"), window=3, sinks=True), True),
-        slow(dict(pattern=("chunked", "local"), window=2, qkv_bias=True), False),
+        full(
+            {
+                "pattern": ("local", "global"),
+                "self_attn.window": 3,
+                "self_attn.sinks": True,
+            },
+            True,
+        ),
         slow(
-            dict(
-                layers=3, mixers=("attention", "attention", "reuse"),
-                feed_forwards=("dense", "experts", "experts"), experts=4,
-                experts_per_token=2, expert_ff=8, learned_positions=32,
-            ),
+            {
+                "pattern": ("chunked", "local"),
+                "self_attn.window": 2,
+                "self_attn.qkv_bias": True,
+            },
+            False,
+        ),
+        slow(
+            {
+                "layers": 3,
+                "mixers": ("attention", "attention", "reuse"),
+                "feed_forwards": ("dense", "experts", "experts"),
+                "experts.count": 4,
+                "experts.per_token": 2,
+                "experts.ff": 8,
+                "embedding.positions": 32,
+            },
             True,
         ),
     ],
-)  # fmt: skip
+)
 def test_several_tokens_equal_one_after_the_other(changes, by_row):
     model, tokens = decoder(**changes), random_tokens(4)
     drafts = random_tokens(5)
@@ -194,12 +237,26 @@ def test_several_tokens_without_room_are_nan():
 @pytest.mark.parametrize(
     "changes, said",
     [
-        (dict(mixers=("delta",), delta_heads=2, delta_key_dim=6, delta_value_dim=4),
-         "layers with the mixer 'delta' cannot take back"),
-        (dict(rope_scaling="listed", rope_factors=(1.0,) * 4,
-              rope_long_factors=(9.0,) * 4, rope_limit=7), "rope_long_factors cannot"),
+        (
+            {
+                "mixers": ("delta",),
+                "delta.heads": 2,
+                "delta.key_dim": 6,
+                "delta.value_dim": 4,
+            },
+            "layers with the mixer 'delta' cannot take back",
+        ),
+        (
+            {
+                "rope.scaling": "listed",
+                "rope.short_factors": (1.0,) * 4,
+                "rope.long_factors": (9.0,) * 4,
+                "rope.limit": 7,
+            },
+            "rope.long_factors cannot",
+        ),
     ],
-)  # fmt: skip
+)
 def test_several_tokens_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         decoder(**changes).decode_several(random_tokens(), None)
@@ -233,7 +290,9 @@ def test_attention_of_a_token_against_float64():
 @pytest.mark.parametrize("norm_offset", [False, True])
 def test_weights_cast_beforehand_are_equal(norm_offset):
     # The sampler does so. If a layer computed in the stored type, this would show.
-    model = decoder(dtype="bfloat16", qk_norm=True, norm_offset=norm_offset)
+    model = decoder(
+        dtype="bfloat16", **{"qk_norm.enabled": True, "norm.offset": norm_offset}
+    )
     definition, weights = nnx.split(model)
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda w: w + rng.standard_normal(w.shape) * 0.3, weights)

@@ -1,6 +1,5 @@
 """A block against float64 and against its ordinary form, and what it keeps."""
 
-import dataclasses
 import functools
 
 import jax
@@ -19,24 +18,39 @@ from tests.helpers.cases import one_at_a_time, slow
 SIZES = ModelConfig(
     layers=2, hidden=64, ff=96, heads=4, kv_heads=2, head_dim=16, vocab_size=61
 )
-GEMMA = dict(activation="gelu", post_norms=True, norm_offset=True, embed_scale=True)
+GEMMA = {
+    "mlp.activation": "gelu",
+    "norm.post": True,
+    "norm.offset": True,
+    "embedding.scaled": True,
+}
 ARCHITECTURES = {
-    "Llama": dict(rope_scaling="llama3", rope_factor=8.0, rope_original=16),
-    "Qwen2": dict(qkv_bias=True),
-    "Qwen3": dict(qk_norm=True),
-    "Mistral": dict(pattern=("local",), window=5),
-    "Gemma 2": dict(pattern=("local", "global"), window=5, attention_softcap=2.0,
-                    attention_scale=0.4, **GEMMA),
-    "Gemma 3": dict(pattern=("local", "global"), window=5, qk_norm=True,
-                    local_rope_theta=50.0, **GEMMA),
-}  # fmt: skip
+    "Llama": {"rope.scaling": "llama3", "rope.factor": 8.0, "rope.original_length": 16},
+    "Qwen2": {"self_attn.qkv_bias": True},
+    "Qwen3": {"qk_norm.enabled": True},
+    "Mistral": {"pattern": ("local",), "self_attn.window": 5},
+    "Gemma 2": {
+        "pattern": ("local", "global"),
+        "self_attn.window": 5,
+        "self_attn.softcap": 2.0,
+        "self_attn.scale": 0.4,
+        **GEMMA,
+    },
+    "Gemma 3": {
+        "pattern": ("local", "global"),
+        "self_attn.window": 5,
+        "qk_norm.enabled": True,
+        "rope.local_theta": 50.0,
+        **GEMMA,
+    },
+}
 BATCH, LENGTH = 2, 24
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def config_of(name, **changes):
-    return dataclasses.replace(SIZES, **ARCHITECTURES[name], **changes)
+    return SIZES.replaced(ARCHITECTURES[name] | changes)
 
 
 # ------------------------------------------------------------ the ordinary block
@@ -50,9 +64,9 @@ def ordinary(config, w, x, segment_ids, positions):
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def norm(x, name):
-        scale = w[f"{name}/scale"].astype(wide) + config.norm_offset
+        scale = w[f"{name}/scale"].astype(wide) + config.norm.offset
         mean = jnp.mean(jnp.square(x.astype(wide)), -1, keepdims=True)
-        return (x * jax.lax.rsqrt(mean + config.norm_eps) * scale).astype(x.dtype)
+        return (x * jax.lax.rsqrt(mean + config.norm.eps) * scale).astype(x.dtype)
 
     def linear(x, name):
         bias = w.get(f"{name}/bias", jnp.zeros((), x.dtype))
@@ -63,7 +77,7 @@ def ordinary(config, w, x, segment_ids, positions):
         return made + (x @ A) * (config.lora_alpha / config.lora_rank) @ B
 
     def post(x, name):
-        return norm(x, name) if config.post_norms else x
+        return norm(x, name) if config.norm.post else x
 
     def rotated(x):
         angles = positions[..., None, None] * frequencies
@@ -77,23 +91,23 @@ def ordinary(config, w, x, segment_ids, positions):
         linear(x_norm, f"attention/{name}").reshape(*x.shape[:2], -1, config.head_dim)
         for name in ("query", "key", "value")
     )
-    if config.qk_norm:
+    if config.qk_norm.enabled:
         q, k = norm(q, "attention/query_norm"), norm(k, "attention/key_norm")
     q, k = (rotated(each).astype(x.dtype) for each in (q, k))
     k, v = (jnp.repeat(each, config.heads // config.kv_heads, 2) for each in (k, v))
     scores = jnp.einsum("bqhd,bthd->bhqt", q, k, preferred_element_type=wide)
     scores = scores * config.score_scale
-    if config.attention_softcap is not None:
-        cap = config.attention_softcap
+    if config.self_attn.softcap is not None:
+        cap = config.self_attn.softcap
         scores = cap * jnp.tanh(scores / cap)
     ago = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
-    seen = (ago >= 0) & (ago < (config.window or LENGTH))
+    seen = (ago >= 0) & (ago < (config.self_attn.window or LENGTH))
     seen = seen & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(x.dtype)
     mixed = jnp.einsum("bhqt,bthd->bqhd", weights, v).reshape(*x.shape[:2], -1)
     x = x + post(linear(mixed, "attention/output"), "post_attention_norm")
     x_norm = norm(x, "feed_forward_norm")
-    act = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[config.activation]
+    act = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[config.mlp.activation]
     gate = act(linear(x_norm, "feed_forward/gate"))
     made = linear(gate * linear(x_norm, "feed_forward/up"), "feed_forward/down")
     return x + post(made, "post_feed_forward_norm")
@@ -109,7 +123,7 @@ def problem(config):
     flat = traverse_util.flatten_dict(nnx.to_pure_dict(nnx.split(shapes)[1]), sep="/")
 
     def draw(name, shape):
-        one = 0.0 if config.norm_offset or "scale" not in name else 1.0
+        one = 0.0 if config.norm.offset or "scale" not in name else 1.0
         size = shape[0] ** -0.5 if len(shape) == 2 else 0.3
         return jnp.asarray(one + size * rng.normal(size=shape), jnp.bfloat16)
 
@@ -127,7 +141,7 @@ def problem(config):
 def lean(config, w, x, segment_ids, positions):
     nested = traverse_util.unflatten_dict(dict(w), sep="/")
     block = nnx.merge(definition_of(config), nested)
-    sight = Sight(segment_ids, config.window)
+    sight = Sight(segment_ids, config.self_attn.window)
     tables = rope_tables(positions, rope_frequencies(config, config.pattern[0]))
     return block.read(x, sight, tables)[0]
 
@@ -202,9 +216,9 @@ def kept_by(config):
     numbers = parts * config.hidden + 2 * config.ff  # gate and up
     numbers += 2 * queries + 2 * keys  # attention's q, out, k, v
     rows = parts + config.heads  # and logsumexps
-    if config.qk_norm:  # q and k before their norms
+    if config.qk_norm.enabled:  # q and k before their norms
         numbers, rows = numbers + queries + keys, rows + config.heads + config.kv_heads
-    if config.post_norms:
+    if config.norm.post:
         numbers, rows = numbers + parts * config.hidden, rows + parts
     return jnp.dtype(config.dtype).itemsize * numbers + 4 * rows
 

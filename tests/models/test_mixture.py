@@ -1,6 +1,5 @@
 """Experts: routing against float64, tiles against every expert for every row."""
 
-import dataclasses
 import functools
 
 import jax
@@ -19,10 +18,20 @@ from jaxmem.train import mfu
 from tests.helpers import decoders
 from tests.helpers.cases import slow
 
-SMALL = ModelConfig(
-    layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, vocab_size=31,
-    feed_forwards=("experts",), experts=6, experts_per_token=2, expert_ff=24,
-)  # fmt: skip
+SMALL = ModelConfig().replaced(
+    {
+        "layers": 2,
+        "hidden": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 31,
+        "feed_forwards": ("experts",),
+        "experts.count": 6,
+        "experts.per_token": 2,
+        "experts.ff": 24,
+    }
+)
 
 
 def expert(rows, weights, x, scale):
@@ -127,11 +136,24 @@ def test_expert_work_and_memory_of_routed_rows(groups):
 
 def test_plan_counts_experts_of_routed_tokens():
     # Two layers of Qwen3-30B-A3B, traced alone.
-    config = ModelConfig(
-        layers=2, hidden=2048, ff=6144, heads=32, kv_heads=4, head_dim=128,
-        vocab_size=151_936, qk_norm=True, tied=False, feed_forwards=("experts",),
-        experts=128, experts_per_token=8, expert_ff=768, dtype="bfloat16",
-    )  # fmt: skip
+    config = ModelConfig().replaced(
+        {
+            "layers": 2,
+            "hidden": 2048,
+            "ff": 6144,
+            "heads": 32,
+            "kv_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151_936,
+            "qk_norm.enabled": True,
+            "tied": False,
+            "feed_forwards": ("experts",),
+            "experts.count": 128,
+            "experts.per_token": 8,
+            "experts.ff": 768,
+            "dtype": "bfloat16",
+        }
+    )
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     definition, state = nnx.split(decoder)
     weights, length = nnx.to_pure_dict(state), 4096
@@ -157,45 +179,49 @@ def scores(logits, kind):
     "changes",
     [
         slow({}),
-        {"router_renormalised": True, "router_scale": 2.5},
-        {"router_scores": "chosen"},
+        {"router.renormalised": True, "router.scale": 2.5},
+        {"router.scores": "chosen"},
         {
-            "router_scores": "sigmoid", "router_groups": 4, "router_groups_kept": 2,
-            "router_group_best": 2, "router_correction": True,
+            "router.scores": "sigmoid", "router.groups": 4, "router.groups_kept": 2,
+            "router.group_best": 2, "router.correction": True,
         },
-        slow({"router_groups": 2, "router_renormalised": True}),
+        slow({"router.groups": 2, "router.renormalised": True}),
     ],
 )  # fmt: skip
 def test_routing(changes):
-    config = dataclasses.replace(SMALL, experts=8, experts_per_token=3, **changes)
+    config = SMALL.replaced({"experts.count": 8, "experts.per_token": 3, **changes})
     rng = np.random.default_rng(0)
     logits, correction = rng.normal(size=(20, 8)), rng.normal(size=8)
-    correction = correction if config.router_correction else None
+    correction = correction if config.router.correction else None
     choose = jax.jit(routing.choose, static_argnums=2)
     got, weights = jax.device_get(choose(logits.astype("f4"), correction, config))
-    groups = config.router_groups
+    groups = config.router.groups
     for row, chosen, own in zip(logits, got, weights, strict=True):
-        every = scores(row, config.router_scores)
+        every = scores(row, config.router.scores)
         ranks = every if correction is None else every + correction
-        best = np.sort(ranks.reshape(groups, -1))[:, -config.router_group_best :].sum(1)
-        kept = np.argsort(-best)[: config.router_groups_kept]
+        best = np.sort(ranks.reshape(groups, -1))[:, -config.router.group_best :].sum(1)
+        kept = np.argsort(-best)[: config.router.groups_kept]
         inside = np.isin(np.arange(8) // (8 // groups), kept)
         expected = np.argsort(-np.where(inside, ranks, -9.0), kind="stable")[:3]
         np.testing.assert_array_equal(chosen, expected)
         wanted = every[expected]
-        if config.router_renormalised or config.router_scores == "chosen":
+        if config.router.renormalised or config.router.scores == "chosen":
             wanted = wanted / wanted.sum()
-        np.testing.assert_allclose(own, config.router_scale * wanted, rtol=1e-5)
+        np.testing.assert_allclose(own, config.router.scale * wanted, rtol=1e-5)
 
 
 def test_router_metrics_of_expert_layers_only():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [1, 1, 1]]))
     chosen = jnp.array([[[0], [0], [2]]])
     choice = balance.Choice(logits[None], chosen, jnp.array([[[0], [1], [2]]]))
-    config = dataclasses.replace(
-        SMALL, layers=3, feed_forwards=("dense", "experts", "experts"), experts=3,
-        experts_per_token=1,
-    )  # fmt: skip
+    config = SMALL.replaced(
+        {
+            "layers": 3,
+            "feed_forwards": ("dense", "experts", "experts"),
+            "experts.count": 3,
+            "experts.per_token": 1,
+        }
+    )
     where, routed = jnp.array([[True, True, False]]), balance.nothing(config)
     assert routed is not None
     routed = balance.add(routed, jnp.int32(1), choice, where, True)
@@ -231,14 +257,20 @@ def slopes(definition, weights, tokens):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"expert_bias": True, "shared_ff": 8, "shared_gate": True, "router_bias": True,
-         "lora_rank": 4, "lora_targets": ("gate", "down")},
-        {"feed_forwards": ("dense", "experts"), "gate_limit": 1.0},
+        {
+            "experts.bias": True,
+            "experts.shared_ff": 8,
+            "experts.shared_gate": True,
+            "router.bias": True,
+            "lora_rank": 4,
+            "lora_targets": ("gate", "down"),
+        },
+        {"feed_forwards": ("dense", "experts"), "experts.gate_limit": 1.0},
     ],
-)  # fmt: skip
+)
 def test_experts_on_mesh_equal_one_device(changes):
     changes |= {"kv_heads": 2, "vocab_size": 32, "router_aux_loss_coef": 3.0}
-    config = dataclasses.replace(SMALL, **changes)
+    config = SMALL.replaced(changes)
     definition, state = nnx.split(decoders.drawn(config))
     weights, rng = nnx.to_pure_dict(state), np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 32, (4, 8)), jnp.int32)
@@ -265,16 +297,25 @@ def test_experts_on_mesh_equal_one_device(changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"experts": None}, "experts must be given where feed_forwards has 'experts'"),
+        (
+            {"experts.count": None},
+            "experts.count must be given where feed_forwards has 'experts'",
+        ),
         ({"feed_forwards": ("dense",)}, "and only there, got 6"),
-        ({"experts_per_token": 7}, "experts_per_token must be at most 6, the experts"),
-        ({"router_groups": 4}, "router_groups must be a divisor of experts, got 4"),
-        ({"router_groups": 3, "experts_per_token": 3}, "at most 2, the experts of"),
-        ({"shared_gate": True}, "shared_ff must be given with shared_gate, got None"),
-        ({"gated": False}, "gated must be True, as experts have a gate"),
+        ({"experts.per_token": 7}, "experts.per_token must be at most 6, the experts"),
+        (
+            {"router.groups": 4},
+            "router.groups must be a divisor of experts.count, got 4",
+        ),
+        ({"router.groups": 3, "experts.per_token": 3}, "at most 2, the experts of"),
+        (
+            {"experts.shared_gate": True},
+            "experts.shared_ff must be given with experts.shared_gate, got None",
+        ),
+        ({"mlp.gated": False}, "mlp.gated must be True, as experts have a gate"),
         ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef must be at least 0"),
     ],
 )
 def test_invalid_experts_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
-        dataclasses.replace(SMALL, **changes)
+        SMALL.replaced(changes)

@@ -251,11 +251,11 @@ def test_packed_rows_are_taken_on_hopper_alone():
         ({}, True),
         ({"attention": "xla"}, False),
         ({"dtype": "float32"}, False),
-        ({"window": 8, "pattern": ("local",)}, False),
+        ({"self_attn.window": 8, "pattern": ("local",)}, False),
     ],
 )
 def test_advice_names_cudnn_if_its_kernel_can_run(monkeypatch, changes, is_advised):
-    config = dataclasses.replace(SMALL, **({"dtype": "bfloat16"} | changes))
+    config = SMALL.replaced({"dtype": "bfloat16"} | changes)
     assert attention.advice(config) is None  # no GPU
     monkeypatch.setattr(attention.hopper, "refuses_machine", lambda: None)
     line = attention.advice(config)

@@ -272,10 +272,12 @@ def test_look_up():
     np.testing.assert_allclose(slope, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{}, slow({"attention_softcap": 5.0})])
+@pytest.mark.parametrize("changes", [{}, slow({"self_attn.softcap": 5.0})])
 def test_one_document_per_row_needs_no_mask(changes):
-    sizes = {"pattern": ("local", "global"), "window": 3} if not changes else {}
-    config = dataclasses.replace(MODEL, vocab_size=20, **sizes, **changes)
+    sizes = (
+        {"pattern": ("local", "global"), "self_attn.window": 3} if not changes else {}
+    )
+    config = MODEL.replaced({"vocab_size": 20} | sizes | changes)
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     positions = np.tile(np.arange(8), (2, 1))
 
@@ -296,7 +298,7 @@ POLICY = GrpoJobConfig(
         prompts=4, group_size=4, kl_coefficient=0.1, entropy_coefficient=0.1,
         max_tokens_train=32, max_tokens_forward=64,
     ),
-    model=dataclasses.replace(MODEL, tied=False, embed_scale=True),
+    model=MODEL.replaced({"tied": False, "embedding.scaled": True}),
     head=HeadConfig(chunk=16),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
     run=RunConfig(job="grpo", steps=2, checkpoint_every=None, compare_heads=False),

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
     [
         (2, {}, dict(top_p=0.7, support=7)),
         slow(1, LONG, {}),
-        slow(5, LAYERS_OF_ATTENTION | dict(learned_positions=16), dict(top_k=5)),
+        slow(5, LAYERS_OF_ATTENTION | {"embedding.positions": 16}, dict(top_k=5)),
         slow(2, OTHER_PARTS, {}),
     ],
 )

@@ -149,7 +149,10 @@ def test_full_nucleus_keeps_tiny_probabilities():
 
 POLICIES = pytest.mark.parametrize(
     ("changes", "temperature"),
-    [slow({}, 1.0), (dict(tied=True, softcap=0.3, qk_norm=True), 0.05)],
+    [
+        slow({}, 1.0),
+        ({"tied": True, "logits.softcap": 0.3, "qk_norm.enabled": True}, 0.05),
+    ],
 )
 
 
@@ -179,7 +182,7 @@ def test_truncated_logprobs_within_support(changes, temperature):
         hidden,
         jaxmem.Head(
             model.embed.embedding[...] if tied else model.head.kernel[...],
-            softcap=model.config.softcap,
+            softcap=model.config.logits.softcap,
         ),
         np.where(made.mask, made.tokens, -1),
         made.support_ids,
@@ -358,7 +361,9 @@ def test_unrolled_layers_draw_same_tokens():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("changes", [dict(qkv_bias=True, qk_norm=True), {}])
+@pytest.mark.parametrize(
+    "changes", [{"self_attn.qkv_bias": True, "qk_norm.enabled": True}, {}]
+)
 def test_joined_projections_draw_the_same_tokens(changes):
     definition, weights = nnx.split(decoder(**changes))
     rng = np.random.default_rng(0)  # biases are initialised to zero

@@ -32,7 +32,7 @@ class Host:
         settings = settings | {"temperature": 1.0}
         config = SamplingConfig(max_new_tokens=NEW, **settings)
         sampler = Sampler(config, (EOS,), PAD)
-        self.records = model.config.experts is not None
+        self.records = model.config.experts.count is not None
         room = LONGEST + part * self.records  # nothing is lost after a row's end
         made = SlotSampler(sampler, slots, room, part, 2, self.records)
         self.decoder = prepared(model)
@@ -94,7 +94,7 @@ class Host:
     [
         (2, 3, {}, dict(top_p=0.7, support=7)),
         slow(1, 5, LONG, {}),
-        slow(3, 2, LAYERS_OF_ATTENTION | dict(learned_positions=16), dict(top_k=5)),
+        slow(3, 2, LAYERS_OF_ATTENTION | {"embedding.positions": 16}, dict(top_k=5)),
         slow(2, 4, OTHER_PARTS, dict(temperature=0.7)),
     ],
 )

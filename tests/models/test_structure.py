@@ -70,8 +70,12 @@ def test_unknown_part_is_named():
 
 @pytest.mark.slow
 def test_stacks_run_in_the_order_of_the_layers():
-    model = dataclasses.replace(
-        SMALL, feed_forwards=("wide", "dense"), pattern=("local", "global"), window=2
+    model = SMALL.replaced(
+        {
+            "feed_forwards": ("wide", "dense"),
+            "pattern": ("local", "global"),
+            "self_attn.window": 2,
+        }
     )
     tokens = np.random.default_rng(0).integers(0, 31, (2, 6))
     places = jnp.broadcast_to(jnp.arange(6), tokens.shape)

@@ -36,13 +36,13 @@ ROOM = WIDTH + TURNS * NEW + (TURNS - 1) * REPLY - 1
     ("changes", "settings"),
     [
         (LONG, dict(top_k=1)),
-        slow(LAYERS_OF_ATTENTION | dict(learned_positions=64), dict(top_k=5)),
+        slow(LAYERS_OF_ATTENTION | {"embedding.positions": 64}, dict(top_k=5)),
         slow(OTHER_PARTS, {}),
     ],
 )
 def test_turn_tokens_independent_of_kept_cache(changes, settings):
     model, config = decoder(**changes), SamplingConfig(max_new_tokens=NEW, **settings)
-    records, rng = model.config.experts is not None, np.random.default_rng(0)
+    records, rng = model.config.experts.count is not None, np.random.default_rng(0)
     sampler = Sampler(config, (EOS,), PAD, room=2 * ROOM, records=records)
     said = [list(np.asarray(row)[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
 

@@ -86,7 +86,7 @@ def test_check_same_config_passes():
 
 def test_another_config_is_refused_by_field():
     other = {
-        "model": {"hidden": 16, "dtype": "float32", "qk_norm": True},
+        "model": {"hidden": 16, "dtype": "float32", "qk_norm.enabled": True},
         "data": {"source": "b.txt"},
     }
     with pytest.raises(ValueError) as error:
@@ -95,7 +95,7 @@ def test_another_config_is_refused_by_field():
     assert "run.out_dir='runs/a' contains checkpoints of another run" in message
     assert 'data.source was "a.txt", is "b.txt"' in message
     assert "model.hidden was 8, is 16" in message
-    assert "model.qk_norm was absent, is true" in message
+    assert "model.qk_norm.enabled was absent, is true" in message
     assert "dtype" not in message
     assert "name another run.out_dir" in message
 

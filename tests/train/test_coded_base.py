@@ -35,8 +35,8 @@ run.compare_heads = False
 """
 TABLE = "model.base_targets=('query', 'down', 'embedding')"
 EXPERTS = (
-    "model.feed_forwards=('experts',)", "model.experts=4", "model.expert_ff=256",
-    "model.experts_per_token=2", "model.lora_targets=('query',)",
+    "model.feed_forwards=('experts',)", "model.experts.count=4", "model.experts.ff=256",
+    "model.experts.per_token=2", "model.lora_targets=('query',)",
 )  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures(

@@ -10,6 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from jaxmem.base import fields
 from jaxmem.train.configuration import ConfigError, load
 from jaxmem.train.jobs.config import SftJobConfig
 from tests.helpers import nasty
@@ -85,7 +86,7 @@ def test_macros_and_blocks_are_gin(gin_file):
         ("optimizer.learning_rate=3e-4", "optimizer", "learning_rate", 3e-4),
         ("optimizer.learning_rate=1", "optimizer", "learning_rate", 1),
         ("model.tied=False", "model", "tied", False),
-        ("model.softcap=None", "model", "softcap", None),
+        ("model.logits.softcap=None", "model", "logits.softcap", None),
         ("head.chunk=auto", "head", "chunk", "auto"),
         ("head.chunk='auto'", "head", "chunk", "auto"),
         ("run.out_dir=runs/2026-11-21", "run", "out_dir", "runs/2026-11-21"),
@@ -97,7 +98,7 @@ def test_override_is_a_literal_or_a_bare_word(
     gin_file, override, section, field, value
 ):
     config, _ = load(gin_file(""), [override])
-    assert getattr(getattr(config, section), field) == value
+    assert fields.value_of(getattr(config, section), field) == value
 
 
 def test_nothing_leaks_into_the_next_load(gin_file):
@@ -125,8 +126,8 @@ def test_operative_text_loads_to_same_config(gin_file):
     config, text = load(gin_file("W = 64\nmodel.hidden = %W\n"), overrides)
     assert load(gin_file(text, "operative.gin")) == (config, text)
     for section in dataclasses.fields(SftJobConfig):
-        for field in dataclasses.fields(section.type):
-            assert f"\n{section.name}.{field.name} = " in text
+        for path in fields.settings(section.type):
+            assert f"\n{section.name}.{path} = " in text
 
 
 # ------------------------------------------------------------------- errors
@@ -159,7 +160,8 @@ def test_operative_text_loads_to_same_config(gin_file):
         ("data.ignored = 'id, x'",
          "a tuple of names, as in '(\"id\", \"x\")', got 'id"),
         ("optimizer.b1 = '1'", "optimizer.b1 must be float, got '1' (str)"),
-        ("model.softcap = 'x'", "model.softcap must be float or None, got 'x' (str)"),
+        ("model.logits.softcap = 'x'",
+         "model.logits.softcap must be float or None, got 'x' (str)"),
         ("head.chunk = 1.5", "head.chunk must be int or 'auto' or None, got 1.5"),
         ("head.logits = 'x'", "must be 'fused' or 'materialised', got 'x'"),
         ("data.batch_size = 0", "a.gin:1: data.batch_size must be at least 1, got 0"),
@@ -180,9 +182,9 @@ def test_operative_text_loads_to_same_config(gin_file):
         ("A = %B\nrun.steps = %A", "a.gin:1: %B is not defined"),
         ("optimizer.learning_rate = 1e999", "optimizer.learning_rate must be finite"),
         ("optimizer.weight_decay = 1e999", "weight_decay must be finite, got inf"),
-        ("model.softcap = 1e999", "a.gin:1: model.softcap must be finite, got inf"),
-        ("model.rope_theta = 1e999", "model.rope_theta must be finite, got inf"),
-        ("model.norm_eps = 1e30", "model.norm_eps must be in (0, 1), got 1e+30"),
+        ("model.logits.softcap = 1e999", "a.gin:1: model.logits.softcap must be fin"),
+        ("model.rope.theta = 1e999", "model.rope.theta must be finite, got inf"),
+        ("model.norm.eps = 1e30", "model.norm.eps must be in (0, 1), got 1e+30"),
         ("grpo.kl_coefficient = 1e999\nrun.job = 'grpo'", "kl_coefficient must be fin"),
         ("model.layers = 10000000",
          "model.layers must be at most 10,000, got 10000000"),
@@ -226,8 +228,8 @@ def test_override_may_have_spaces(gin_file):
         (["run.steps=" + "[" * 100_000], "[[[' is not a Python literal"),
         (["run." + "a" * 9000 + "=1"], "aaa'; the nearest keys are run."),
         (["run.steps=" + "9" * 6000], "run.steps must be int, got '999"),
-        (["model.softcap=1e999"],
-         "'model.softcap=1e999': model.softcap must be finite"),
+        (["model.logits.softcap=1e999"],
+         "'model.logits.softcap=1e999': model.logits.softcap must be finite"),
         (["task.origin=x"], "unknown key 'task.origin'; the nearest keys are task."),
         (["data.batch_size=1000000000000"],
          "batch_size must be below 2**31 / sequence"),
@@ -264,7 +266,7 @@ WORDS = st.sampled_from([
 ])  # fmt: skip
 KEYS = st.sampled_from([
     "run.steps", "run.job", "run.out_dir", "model.layers", "model.pattern", "A",
-    "model.softcap", "data.held_out", "data.batch_size", "optimizer.trainable",
+    "model.logits.softcap", "data.held_out", "data.batch_size", "optimizer.trainable",
     "head.chunk", "mesh.data", "task.digits", "remat.memory_limit", "x.y", "run.",
     "grpo.row_lengths", "sampling.top_p", "optimizer.b1", "run", ".", "a/b.c",
 ])  # fmt: skip

@@ -1,6 +1,5 @@
 """Training steps over two GPUs, with the head's kernels; fewer are a skip by name."""
 
-import dataclasses
 import functools
 
 import jax
@@ -15,8 +14,13 @@ from tests.helpers.long_rows import MODEL, config_of
 
 pytestmark = pytest.mark.gpu
 
-EXPERTS = dataclasses.replace(
-    MODEL, feed_forwards=("experts",), experts=8, experts_per_token=2, expert_ff=256
+EXPERTS = MODEL.replaced(
+    {
+        "feed_forwards": ("experts",),
+        "experts.count": 8,
+        "experts.per_token": 2,
+        "experts.ff": 256,
+    }
 )
 
 

@@ -10,10 +10,18 @@ from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.weights import split_weights
 from jaxmem.train import mfu
 
-QWEN3 = ModelConfig(
-    layers=28, hidden=1024, ff=3072, heads=16, kv_heads=8, head_dim=128, qk_norm=True,
-    vocab_size=151_936,
-)  # fmt: skip
+QWEN3 = ModelConfig().replaced(
+    {
+        "layers": 28,
+        "hidden": 1024,
+        "ff": 3072,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "qk_norm.enabled": True,
+        "vocab_size": 151_936,
+    }
+)
 MATRICES = 28 * 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072)
 
 
@@ -32,8 +40,8 @@ def test_flops_of_qwen3_0_6b():
 
 
 def test_local_layers_see_their_window_alone():
-    changes = dict(pattern=("local", "global"), window=1024)
-    local = dataclasses.replace(QWEN3, **changes)
+    changes = {"pattern": ("local", "global"), "self_attn.window": 1024}
+    local = QWEN3.replaced(changes)
     assert flops(QWEN3) - flops(local) == 12 * 14 * 16 * 128 * (4096 - 1024)
     assert flops(QWEN3, length=512) == flops(local, length=512)
 
@@ -46,8 +54,8 @@ def test_frozen_matrices_have_no_gradient():
 
 
 def test_token_multiplies_its_routed_experts():
-    sparse = dict(experts=128, experts_per_token=8, expert_ff=768)
-    mixed = dataclasses.replace(QWEN3, feed_forwards=("experts",), **sparse)
+    sparse = {"experts.count": 128, "experts.per_token": 8, "experts.ff": 768}
+    mixed = QWEN3.replaced({"feed_forwards": ("experts",)} | sparse)
     router, chosen = 128 * 1024, 8 * 3 * 768 * 1024
     more = 28 * (router + chosen - 3 * 3072 * 1024)
     assert flops(mixed) == flops(QWEN3) + 6 * more

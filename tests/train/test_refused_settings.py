@@ -57,16 +57,20 @@ def test_every_range_and_rule_has_an_error_here(tmp_path, monkeypatch):
     recorded(SettingsRule)
     for command in ERRORS:
         refused(command, tmp_path)
-    sections = {n: x for n, x in configuration.sections().items() if n != "model"}
+    kinds = [
+        kind
+        for section in configuration.sections().values()
+        for kind in fields.groups(section).values()
+    ]
     ranges = [
-        (f"{section}.{setting.path}", setting)
-        for section, kind in sections.items()
+        (f"{kind.__name__}.{setting.path}", setting)
+        for kind in kinds
         for setting in fields.fields(kind)
         if setting.fact(Range) or setting.fact(Must)
     ]
     rules = [
         (f"{kind.__name__}.{rule.settings[0]}{rule.error}", rule)
-        for kind in [*sections.values(), *(job.Config for job in JOBS.values())]
+        for kind in [*kinds, *(job.Config for job in JOBS.values())]
         for rule in (*getattr(kind, "RULES", ()), *getattr(kind, "LOSS_RULES", ()))
         if kind is not DpoConfig  # tests of a loss of one's own have them
     ]

@@ -162,7 +162,7 @@ def test_checkpoint_sizes_and_adapters_freeze_rest(directory):
                     "model.lora_rank=2"]
     )  # fmt: skip
     made = job_of(config).config
-    assert (made.model.window, made.model.dtype) == (3, "bfloat16")
+    assert (made.model.self_attn.window, made.model.dtype) == (3, "bfloat16")
     assert made.optimizer.trainable == lora.trainable(())
     assert job_of(made).config == made
     given = dataclasses.replace(config.optimizer, trainable="norm")

@@ -14,7 +14,7 @@ from jaxmem.checkpoints.families.family import (
     read,
     write,
 )
-from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.config import ModelConfig, range_of
 
 KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
@@ -24,7 +24,7 @@ EVERY_LAYER, ALTERNATING = ("local",), ("local", "global")
 
 def up_to_every_sixth(reader: Reader) -> tuple[str, ...]:
     """Windows in all but each last of `sliding_window_pattern` layers."""
-    within = RANGES["layers"]
+    within = range_of("layers")
     period = reader.take("_sliding_window_pattern", int, 6, within=within)
     period = reader.take("sliding_window_pattern", int, period, within=within)
     return ("local",) * (period - 1) + ("global",)
@@ -37,7 +37,7 @@ def by_period(default: int) -> Callable[[Reader], tuple[str, ...]]:
         key = "sliding_window_pattern"
         period_or_letters = reader.take(key, (int, str, type(None)), default)
         if not isinstance(period_or_letters, str):
-            period = reader.take(key, int, default, within=RANGES["layers"])
+            period = reader.take(key, int, default, within=range_of("layers"))
             return ("local",) * (period - 1) + ("global",)
         if not period_or_letters or set(period_or_letters) - {"L", "G"}:
             raise reader.error(
@@ -90,7 +90,7 @@ class Windows(ConfigPart):
     nothing: int | None = None  # a value of `sliding_window` that is as null
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        optional, within = (int, type(None)), RANGES["window"]
+        optional, within = (int, type(None)), range_of("self_attn.window")
         key = "sliding_window"
         if self.nothing is not None and reader.raw.get(key) == self.nothing:
             window = reader.take(key, int) and None
@@ -102,23 +102,23 @@ class Windows(ConfigPart):
             kinds = ("global",) if window is None else kinds
         reader.read.update(("use_sliding_window", "max_window_layers", *self.ignored))
         if "local" not in kinds:
-            return {"pattern": ("global",), "window": None}
+            return {"pattern": ("global",), "self_attn.window": None}
         if window is None:
             raise reader.error("sliding_window is missing, and layer_types needs it")
         kinds = tuple(self.full if kind == "global" else kind for kind in kinds)
-        return {"pattern": kinds, "window": window}
+        return {"pattern": kinds, "self_attn.window": window}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        raw: dict[str, Any] = {"sliding_window": model.window}
+        raw: dict[str, Any] = {"sliding_window": model.self_attn.window}
         if self.listed:
             names = {kind: name for name, kind in KINDS.items()}
             names["unrotated"] = names["global"]
             kinds = model.by_layer("pattern")
             raw = {"layer_types": [names[kind] for kind in kinds]} | raw
-        if self.default is not None and model.window is None:
+        if self.default is not None and model.self_attn.window is None:
             raw["sliding_window"] = self.default  # of no layer, but it must be given
         if self.switch:
-            raw["use_sliding_window"] = model.window is not None
+            raw["use_sliding_window"] = model.self_attn.window is not None
             raw["max_window_layers"] = 0
         return raw
 
@@ -131,7 +131,7 @@ class Unrotated(ConfigPart):
 
     def read(self, reader: Reader) -> dict[str, Any]:
         layers = reader.raw["num_hidden_layers"]
-        within = RANGES["layers"]
+        within = range_of("layers")
         key = "no_rope_layer_interval"
         period = reader.take(key, int, self.interval, within=within)
         listed = reader.take("no_rope_layers", (list, type(None)), None)
@@ -158,7 +158,7 @@ class Chunks(ConfigPart):
 
     def read(self, reader: Reader) -> dict[str, Any]:
         kinds = self.unrotated.read(reader)["pattern"]
-        key, within = "attention_chunk_size", RANGES["window"]
+        key, within = "attention_chunk_size", range_of("self_attn.window")
         chunk = reader.take(key, (int, type(None)), self.default, within=within)
         rotated = "global" if chunk is None else "chunked"
         names = {"global": rotated, "unrotated": "unrotated"}
@@ -178,7 +178,8 @@ class Chunks(ConfigPart):
                 )
             both = zip(chunked, kinds, strict=True)
             pattern = tuple("chunked" if is_chunked else k for is_chunked, k in both)
-        return {"pattern": pattern, "window": chunk if "chunked" in pattern else None}
+        window = chunk if "chunked" in pattern else None
+        return {"pattern": pattern, "self_attn.window": window}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         kinds = model.by_layer("pattern")
@@ -186,7 +187,7 @@ class Chunks(ConfigPart):
         return {
             "no_rope_layers": [int(kind in ("global", "chunked")) for kind in kinds],
             "layer_types": [names[kind == "chunked"] for kind in kinds],
-            "attention_chunk_size": model.window,
+            "attention_chunk_size": model.self_attn.window,
         }
 
 
@@ -194,16 +195,16 @@ class Growth(ConfigPart):
     """Growth of queries of unrotated layers, if `attn_temperature_tuning` is true."""
 
     keys = (
-        Key("attn_scale", "unrotated_growth", float, 0.1),
-        Key("floor_scale", "unrotated_growth_length", default=8192),
+        Key("attn_scale", "self_attn.unrotated_growth", float, 0.1),
+        Key("floor_scale", "self_attn.unrotated_growth_length", default=8192),
     )
 
     def read(self, reader: Reader) -> dict[str, Any]:
         tuned = reader.take("attn_temperature_tuning", (bool, int), True)
         fields = read(self.keys, reader)
-        return fields if tuned else fields | {"unrotated_growth": None}
+        return fields if tuned else fields | {"self_attn.unrotated_growth": None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        if model.unrotated_growth is not None:
+        if model.self_attn.unrotated_growth is not None:
             return {"attn_temperature_tuning": True} | write(self.keys, model)
         return {"attn_temperature_tuning": False}

@@ -9,14 +9,14 @@ COHERE = Family(
     model_type="cohere",
     parts=standard.parts(
         standard.ATTENTION_BIAS,
-        Key("logit_scale", "logit_multiplier", float, 0.0625),
+        Key("logit_scale", "logits.multiplier", float, 0.0625),
         eps=1e-5,
         eps_key="layer_norm_eps",
         head=standard.SHARED_WIDTH,
         tied=standard.TIED,
     ),
     names=standard.but(NAMES, "blocks/feed_forward_norm"),
-    switches={"norm": "layer", "parallel": "shared"},
+    switches={"norm.kind": "layer", "residual.parallel": "shared"},
     only={"use_qk_norm": (False, None)},
     pairs="neighbours",
 )

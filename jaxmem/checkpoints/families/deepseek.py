@@ -16,15 +16,15 @@ class HeadDim(ConfigPart):
 
     keys = (
         Key("qk_nope_head_dim", "head_dim", default=128),
-        Key("qk_rope_head_dim", "rotated_width", default=64),
+        Key("qk_rope_head_dim", "latent.rope_head_dim", default=64),
     )
 
     def read(self, reader: Reader) -> dict[str, Any]:
         rest, rotated = read(self.keys, reader).values()
-        return {"rotated_width": rotated, "head_dim": rest + rotated}
+        return {"latent.rope_head_dim": rotated, "head_dim": rest + rotated}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        rotated = model.rotated_width or 0
+        rotated = model.latent.rope_head_dim or 0
         widths = model.head_dim - rotated, rotated
         return {key.key: n for key, n in zip(self.keys, widths, strict=True)}
 
@@ -41,26 +41,26 @@ class ScaledRope(ConfigPart):
         rope_reader = Reader(reader.path, reader.raw.get(key) or {})
         optional = float, type(None)
         weight = rope_reader.take("mscale_all_dim", optional, None, within=reals(0))
-        if fields["rope_scaling"] is None or not weight:
+        if fields["rope.scaling"] is None or not weight:
             return fields
         head_dim = HeadDim().read(reader)["head_dim"]
-        growth = 0.1 * weight * math.log(max(fields["rope_factor"], 1)) + 1
-        return fields | {"attention_scale": growth**2 * head_dim**-0.5}
+        growth = 0.1 * weight * math.log(max(fields["rope.factor"], 1)) + 1
+        return fields | {"self_attn.scale": growth**2 * head_dim**-0.5}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         raw = RopePart().write(model)
         growth = math.sqrt(model.score_scale * model.head_dim**0.5)
-        if raw["rope_scaling"] is not None and model.rope_factor > 1:
-            weight = (growth - 1) / (0.1 * math.log(model.rope_factor))
+        if raw["rope_scaling"] is not None and model.rope.factor > 1:
+            weight = (growth - 1) / (0.1 * math.log(model.rope.factor))
             raw["rope_scaling"]["mscale_all_dim"] = max(weight, 0.0)
         return raw
 
 
 def _make_parts(*more: ConfigPart) -> tuple[ConfigPart, ...]:
     return standard.parts(
-        Key("kv_lora_rank", "latent", default=512),
-        Key("q_lora_rank", "query_latent", int | None, 1536),
-        Key("v_head_dim", "value_dim", default=128),
+        Key("kv_lora_rank", "latent.kv_rank", default=512),
+        Key("q_lora_rank", "latent.query_rank", int | None, 1536),
+        Key("v_head_dim", "latent.value_head_dim", default=128),
         standard.ATTENTION_BIAS,
         *more,
         head=HeadDim(),
@@ -96,7 +96,7 @@ DEEPSEEK_V2 = Family(
     parts=_make_parts(
         *mixtures.sizes("n_routed_experts", older="num_experts"),
         mixtures.LimitedGroups(),
-        Key("routed_scaling_factor", "router_scale", float, 1.0),
+        Key("routed_scaling_factor", "router.scale", float, 1.0),
         mixtures.Shared("n_shared_experts", 2),
         mixtures.AfterTheFirst(0),
     ),
@@ -120,7 +120,7 @@ DEEPSEEK_V3 = Family(
         *mixtures.sizes("n_routed_experts", older="num_local_experts"),
         *mixtures.GROUPS,
         mixtures.Shared("n_shared_experts", 1),
-        Key("norm_topk_prob", "router_renormalised", bool, True, null_is_default=True),
+        Key("norm_topk_prob", "router.renormalised", bool, True, null_is_default=True),
         mixtures.AfterTheFirst(3),
     ),
     names=_NAMES | mixtures.CORRECTION,

@@ -34,7 +34,7 @@ APERTUS = Family(
         "blocks/feed_forward/positive": _LAYER + "mlp.act_fn.alpha_p",
         "blocks/feed_forward/negative": _LAYER + "mlp.act_fn.alpha_n",
     },
-    switches={"gated": False, "qk_norm": True},
+    switches={"mlp.gated": False, "qk_norm.enabled": True},
     only={"mlp_bias": (False, None), "post_norm": (False, None), "qk_norm": (True,)},
     ignored=("hidden_dropout",),
     constants={
@@ -52,7 +52,7 @@ ARCEE = Family(
         eps=1e-5,
         activation=standard.activation("relu2"),
     ),
-    switches={"gated": False},
+    switches={"mlp.gated": False},
 )
 
 ERNIE4_5 = Family(
@@ -60,8 +60,8 @@ ERNIE4_5 = Family(
     model_type="ernie4_5",
     parts=standard.parts(
         Key(
-            "use_bias", "qkv_bias", bool, False, null_is_default=True,
-            also=("output_bias", "ff_bias"),
+            "use_bias", "self_attn.qkv_bias", bool, False, null_is_default=True,
+            also=("self_attn.output_bias", "mlp.bias"),
         ),
         eps=1e-5,
         head=standard.head_dim(128),
@@ -78,11 +78,11 @@ GRANITE = Family(
     parts=standard.parts(
         standard.ATTENTION_BIAS,
         standard.FF_BIAS,
-        Key("embedding_multiplier", "embed_multiplier", float, 1.0),
-        Key("residual_multiplier", "residual_multiplier", float, 1.0),
-        Key("attention_multiplier", "attention_scale", float, 1.0),
+        Key("embedding_multiplier", "embedding.multiplier", float, 1.0),
+        Key("residual_multiplier", "residual.multiplier", float, 1.0),
+        Key("attention_multiplier", "self_attn.scale", float, 1.0),
         Key(
-            "logits_scaling", "logit_multiplier", float, 1.0,
+            "logits_scaling", "logits.multiplier", float, 1.0,
             read_value=lambda divisor: 1 / divisor,
             write_value=lambda multiplier: 1 / multiplier,
         ),
@@ -115,7 +115,7 @@ HUNYUAN = Family(
         "blocks/attention/query_norm": _LAYER + "self_attn.query_layernorm",
         "blocks/attention/key_norm": _LAYER + "self_attn.key_layernorm",
     },
-    switches={"qk_norm": True, "qk_norm_last": True},
+    switches={"qk_norm.enabled": True, "qk_norm.after_rope": True},
     only={"use_qk_norm": (True,), "use_cla": (False,)},
     ignored=(
         "attention_head_dim", "cla_share_factor", "eod_token_id", "im_end_id",
@@ -130,7 +130,7 @@ NANOCHAT = Family(
     model_type="nanochat",
     parts=standard.parts(
         standard.ATTENTION_BIAS,
-        Key("final_logit_softcapping", "softcap", float | None, 15.0),
+        Key("final_logit_softcapping", "logits.softcap", float | None, 15.0),
         head=standard.SHARED_WIDTH,
         activation=standard.activation("relu2"),
     ),
@@ -140,11 +140,11 @@ NANOCHAT = Family(
         "blocks/feed_forward/down": _LAYER + "mlp.fc2",
     },
     switches={
-        "norm_scale": False,
-        "embed_norm": True,
-        "qk_norm": True,
-        "qk_norm_last": True,
-        "gated": False,
+        "norm.scale": False,
+        "embedding.norm": True,
+        "qk_norm.enabled": True,
+        "qk_norm.after_rope": True,
+        "mlp.gated": False,
     },
     pairs="swapped",
 )
@@ -160,7 +160,7 @@ NEMOTRON = Family(
         activation=standard.activation("relu2"),
         rope=RopePart(fraction=0.5),
     ),
-    switches=standard.LAYER_NORM | {"norm_offset": True, "gated": False},
+    switches=standard.LAYER_NORM | {"norm.offset": True, "mlp.gated": False},
 )
 
 SEED_OSS = Family(
@@ -168,7 +168,7 @@ SEED_OSS = Family(
     model_type="seed_oss",
     parts=standard.parts(
         standard.QKV_BIAS,
-        Key("attention_out_bias", "output_bias", bool, False),
+        Key("attention_out_bias", "self_attn.output_bias", bool, False),
         standard.FF_BIAS,
         head=standard.head_dim(128),
     ),
@@ -194,7 +194,7 @@ STABLELM = Family(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
     parts=standard.parts(
-        Key("use_qkv_bias", "qkv_bias", bool, False),
+        Key("use_qkv_bias", "self_attn.qkv_bias", bool, False),
         standard.parallel("shared", False),
         eps=1e-5,
         eps_key="layer_norm_eps",
@@ -210,7 +210,13 @@ STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
     parts=standard.parts(
-        Key("use_bias", "qkv_bias", bool, True, also=("output_bias", "ff_bias")),
+        Key(
+            "use_bias",
+            "self_attn.qkv_bias",
+            bool,
+            True,
+            also=("self_attn.output_bias", "mlp.bias"),
+        ),
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         eps_key="norm_epsilon",
@@ -223,6 +229,6 @@ STARCODER2 = Family(
         "blocks/feed_forward/up": _LAYER + "mlp.c_fc",
         "blocks/feed_forward/down": _LAYER + "mlp.c_proj",
     },
-    switches=standard.LAYER_NORM | {"gated": False},
+    switches=standard.LAYER_NORM | {"mlp.gated": False},
     ignored=("embedding_dropout", "residual_dropout"),
 )

@@ -10,15 +10,16 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
+from jaxmem.base.fields import value_of
 from jaxmem.checkpoints.config_reader import MISSING, Reader
-from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.config import ModelConfig, range_of
 
 
 class ConfigPart(Protocol):
     """Keys of `config.json` that belong together."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """The fields of `ModelConfig` that the keys set."""
+        """The settings of `ModelConfig`, by path, that the keys determine."""
         ...
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -56,10 +57,10 @@ def _identity(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Key(ConfigPart):
-    """One key of `config.json` that sets one field of `ModelConfig`."""
+    """One key of `config.json` that determines one setting of `ModelConfig`."""
 
     key: str
-    field: str
+    field: str  # path of the setting, as in "rope.theta"
     kind: type | types.UnionType = int  # None where it may be null, as the field then
     # value in transformers if the key is left out, or a function of the raw config
     default: Any = MISSING
@@ -85,7 +86,7 @@ class Key(ConfigPart):
         default = self.default
         if callable(default):
             default = default(reader.raw)
-        within = RANGES.get(self.field) if self.values is None else None
+        within = range_of(self.field) if self.values is None else None
         if self.may_be_zero and reader.raw.get(self.key) == 0:
             within = None
         keys = (self.key,) if self.older is None else (self.key, self.older)
@@ -99,7 +100,7 @@ class Key(ConfigPart):
         return present[0] if present else default
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        value = self.write_value(getattr(model, self.field))
+        value = self.write_value(value_of(model, self.field))
         if self.values is not None:
             value = next((k for k, v in self.values.items() if v == value), None)
         return {self.key: value}
@@ -135,7 +136,7 @@ class Family:
     # the name of layer "{}"; of a module of experts, that of layer "{}" and expert
     # "{}", or one for all experts
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)
-    # the fields of `ModelConfig` that are the same in all its models
+    # settings of `ModelConfig`, by path, that are the same in all its models
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # keys of which only some values are implemented, the default first, beside `ONLY`
     only: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
@@ -168,7 +169,7 @@ class Family:
     in_float32: tuple[str, ...] = ("blocks/feed_forward/correction",)
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        """The fields of `ModelConfig` that a config sets; all its keys are checked."""
+        """Settings of `ModelConfig`, by path; all keys of the config are checked."""
         reader.read.update(self.ignored)
         if self.more_layers_key is not None:
             reader.read.add(self.more_layers_key)

@@ -11,8 +11,8 @@ from jaxmem.checkpoints.families.ropes import TwoRopes
 
 # Its first files say "gelu" and mean the approximation that it was trained with.
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
-_SWITCHES = {"embed_scale": True, "norm_offset": True}
-_BOTH_NORMS = _SWITCHES | {"post_norms": True}
+_SWITCHES = {"embedding.scaled": True, "norm.offset": True}
+_BOTH_NORMS = _SWITCHES | {"norm.post": True}
 _TANH = "gelu_pytorch_tanh"
 
 GEMMA = Family(
@@ -20,7 +20,7 @@ GEMMA = Family(
     model_type="gemma",
     parts=standard.parts(
         head=standard.head_dim(256),
-        activation=Key("hidden_act", "activation", str, _TANH, _ACTIVATIONS),
+        activation=Key("hidden_act", "mlp.activation", str, _TANH, _ACTIVATIONS),
         tied=standard.TIED,
     ),
     switches=_SWITCHES,
@@ -33,16 +33,16 @@ def _make_parts(caps: tuple[float | None, float | None], windows: Windows, **cha
     attention, final = caps
     return standard.parts(
         Key(
-            "query_pre_attn_scalar", "attention_scale", float, 256.0,
+            "query_pre_attn_scalar", "self_attn.scale", float, 256.0,
             read_value=lambda scalar: scalar**-0.5,
             write_value=lambda scale: round(scale**-2),  # must be an integer
         ),
-        Key("attn_logit_softcapping", "attention_softcap", float | None, attention),
-        Key("final_logit_softcapping", "softcap", float | None, final),
+        Key("attn_logit_softcapping", "self_attn.softcap", float | None, attention),
+        Key("final_logit_softcapping", "logits.softcap", float | None, final),
         windows,
         head=standard.head_dim(256),
         activation=Key(
-            "hidden_activation", "activation", str, _TANH, standard.ACTIVATIONS,
+            "hidden_activation", "mlp.activation", str, _TANH, standard.ACTIVATIONS,
             null_is_default=True, older="hidden_act",
         ),
         tied=standard.TIED,
@@ -77,7 +77,7 @@ GEMMA3 = Family(
         rope=TwoRopes(),
     ),
     names=NAMES | standard.POST_NORMS,
-    switches=_BOTH_NORMS | {"qk_norm": True},
+    switches=_BOTH_NORMS | {"qk_norm.enabled": True},
 )
 
 GEMMA3_WITH_IMAGES = WithImages(

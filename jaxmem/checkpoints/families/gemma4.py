@@ -35,15 +35,21 @@ class GlobalLayers(ConfigPart):
         shares = reader.take("attention_k_eq_v", bool, False)
         by_layer = reader.take("per_layer_config", (dict, type(None)), None)
         sizes = (
-            Key("global_head_dim", "global_head_dim", int | None, 512),
-            Key("num_global_key_value_heads", "global_kv_heads", int | None, None),
+            Key("global_head_dim", "self_attn.global_head_dim", int | None, 512),
+            Key(
+                "num_global_key_value_heads",
+                "self_attn.global_kv_heads",
+                int | None,
+                None,
+            ),
         )
         fields = read(sizes, reader)
         if not shares:
-            fields["global_kv_heads"] = None
+            fields["self_attn.global_kv_heads"] = None
         if by_layer is not None:
             fields = self._read_layers(reader, by_layer)
-        return {"keys_are_values": shares, **fields, **self._read_ropes(reader)}
+        fields["self_attn.keys_are_values"] = shares
+        return fields | self._read_ropes(reader)
 
     def _read_layers(self, reader: Reader, by_layer: dict[str, Any]) -> dict[str, Any]:
         """The sizes that all global layers have, and no others."""
@@ -57,8 +63,10 @@ class GlobalLayers(ConfigPart):
             )
         inner = Reader(reader.path, dict(next(iter(by_layer.values()), {})))
         sizes = (
-            Key("head_dim", "global_head_dim", default=reader.raw["head_dim"]),
-            Key("num_key_value_heads", "global_kv_heads", int | None, None),
+            Key(
+                "head_dim", "self_attn.global_head_dim", default=reader.raw["head_dim"]
+            ),
+            Key("num_key_value_heads", "self_attn.global_kv_heads", int | None, None),
         )
         fields = read(sizes, inner)
         inner.finish({})
@@ -71,8 +79,8 @@ class GlobalLayers(ConfigPart):
                 f"rope_parameters must be for {_GLOBAL} and {_LOCAL}, got "
                 f"{', '.join(map(messages.name, ropes))}"
             )
-        fields = {"rope_proportion": 1.0}
-        for kind, field in ((_GLOBAL, "rope_theta"), (_LOCAL, "local_rope_theta")):
+        fields = {"rope.proportion": 1.0}
+        for kind, field in ((_GLOBAL, "rope.theta"), (_LOCAL, "rope.local_theta")):
             inner = Reader(reader.path, dict(ropes[kind]))
             known = {"default": False, "proportional": True}
             known = known if kind == _GLOBAL else {"default": False}
@@ -81,19 +89,19 @@ class GlobalLayers(ConfigPart):
             theta = _ROPES[kind]["rope_theta"]
             fields |= Key("rope_theta", field, float, theta).read(inner)
             if is_part:
-                part = Key("partial_rotary_factor", "rope_proportion", float, 1.0)
+                part = Key("partial_rotary_factor", "rope.proportion", float, 1.0)
                 fields |= part.read(inner)
             inner.finish({"factor": (1.0, 1, None)})
         return fields
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        part = {"partial_rotary_factor": model.rope_proportion or 1.0}
-        own = {"rope_type": "proportional", "rope_theta": model.rope_theta} | part
-        theta = model.local_rope_theta or model.rope_theta
+        part = {"partial_rotary_factor": model.rope.proportion or 1.0}
+        own = {"rope_type": "proportional", "rope_theta": model.rope.theta} | part
+        theta = model.rope.local_theta or model.rope.theta
         return {
-            "attention_k_eq_v": model.keys_are_values,
-            "global_head_dim": model.global_head_dim,
-            "num_global_key_value_heads": model.global_kv_heads,
+            "attention_k_eq_v": model.self_attn.keys_are_values,
+            "global_head_dim": model.self_attn.global_head_dim,
+            "num_global_key_value_heads": model.self_attn.global_kv_heads,
             "rope_parameters": {
                 _GLOBAL: own, _LOCAL: {"rope_type": "default", "rope_theta": theta}
             },
@@ -112,12 +120,12 @@ class Reused(ConfigPart):
             return {}
         mixers = ("attention",) * (layers - count) + ("reuse",) * count
         double = 2 * reader.raw["intermediate_size"]
-        return {"mixers": mixers, "reuse_ff": double if wide else None}
+        return {"mixers": mixers, "mlp.reuse_ff": double if wide else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {
             "num_kv_shared_layers": model.by_layer("mixers").count("reuse"),
-            "use_double_wide_mlp": model.reuse_ff == 2 * model.ff,
+            "use_double_wide_mlp": model.mlp.reuse_ff == 2 * model.ff,
         }
 
 
@@ -128,13 +136,16 @@ GEMMA4 = Family(
     model_type="gemma4_text",
     parts=standard.parts(
         standard.ATTENTION_BIAS,
-        Key("final_logit_softcapping", "softcap", float | None, None),
+        Key("final_logit_softcapping", "logits.softcap", float | None, None),
         Key(
-            "hidden_size_per_layer_input", "layer_input", int | None, 256,
+            "hidden_size_per_layer_input", "embedding.per_layer_width", int | None, 256,
             read_value=lambda value: value or None,
             write_value=lambda value: value or 0, may_be_zero=True,
         ),
-        Key("vocab_size_per_layer_input", "layer_input_vocab", int | None, 262_144),
+        Key(
+            "vocab_size_per_layer_input", "embedding.per_layer_vocab", int | None,
+            262_144,
+        ),
         mixtures.Beside(),
         Windows(up_to_every_sixth, 512),
         Reused(),
@@ -156,13 +167,13 @@ GEMMA4 = Family(
         "layer_inputs/norm": "model.per_layer_projection_norm",
     },
     switches={
-        "post_norms": True,
-        "qk_norm": True,
-        "value_norm": True,
-        "embed_scale": True,
-        "layer_scale": True,
-        "attention_scale": 1.0,
-        "router_renormalised": True,
+        "norm.post": True,
+        "qk_norm.enabled": True,
+        "self_attn.value_norm": True,
+        "embedding.scaled": True,
+        "residual.layer_scale": True,
+        "self_attn.scale": 1.0,
+        "router.renormalised": True,
     },
     only={
         "use_bidirectional_attention": (None, "vision"),  # which text alone has not

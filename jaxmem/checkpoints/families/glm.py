@@ -26,7 +26,7 @@ GLM4 = Family(
         "blocks/post_attention_norm": "model.layers.{}.post_self_attn_layernorm",
         "blocks/post_feed_forward_norm": "model.layers.{}.post_mlp_layernorm",
     },
-    switches={"post_norms": True},
+    switches={"norm.post": True},
     pairs="neighbours",
 )
 
@@ -36,11 +36,11 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     parts=standard.parts(
         standard.qkv_bias(False),
-        Key("use_qk_norm", "qk_norm", bool, False),
+        Key("use_qk_norm", "qk_norm.enabled", bool, False),
         *mixtures.sizes("n_routed_experts", older="num_local_experts"),
         *mixtures.GROUPS,
         mixtures.Shared("n_shared_experts", 1),
-        Key("norm_topk_prob", "router_renormalised", bool, True),
+        Key("norm_topk_prob", "router.renormalised", bool, True),
         mixtures.AfterTheFirst(1),
         eps=1e-5,
         rope=RopePart(fraction=0.5),

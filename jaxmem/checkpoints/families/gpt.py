@@ -24,8 +24,8 @@ GPT2 = Family(
         Key("n_inner", "ff", null_is_default=True, default=lambda r: 4 * r["n_embd"]),
         Key("n_head", "heads"),
         Key("vocab_size", "vocab_size"),
-        Key("n_positions", "learned_positions"),
-        Key("layer_norm_epsilon", "norm_eps", float, 1e-5),
+        Key("n_positions", "embedding.positions"),
+        Key("layer_norm_epsilon", "norm.eps", float, 1e-5),
         standard.activation("gelu_new", "activation_function"),
         standard.TIED,
         standard.Derived(kv_heads="n_head", head_dim=("n_embd", "n_head")),
@@ -43,8 +43,8 @@ GPT2 = Family(
         "head": "lm_head",
     },
     switches=standard.LAYER_NORM
-    | {"gated": False, "pattern": ("unrotated",)}
-    | dict.fromkeys(("qkv_bias", "output_bias", "ff_bias"), True),
+    | {"mlp.gated": False, "pattern": ("unrotated",)}
+    | dict.fromkeys(("self_attn.qkv_bias", "self_attn.output_bias", "mlp.bias"), True),
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
     ignored=tuple(
         "attn_pdrop embd_pdrop n_ctx reorder_and_upcast_attn resid_pdrop "
@@ -102,7 +102,7 @@ GPT_NEOX = Family(
         "norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
     },
-    switches=standard.LAYER_NORM | {"ff_bias": True, "gated": False},
+    switches=standard.LAYER_NORM | {"mlp.bias": True, "mlp.gated": False},
     ignored=("classifier_dropout", "hidden_dropout", "is_decoder"),
     prefix="gpt_neox.",
     joined_by={"blocks/attention/query": "head"},
@@ -120,7 +120,7 @@ GPT_OSS = Family(
         standard.UNTIED,
         standard.all_biases(True),
         *mixtures.EVERYWHERE,
-        Key("swiglu_limit", "gate_limit", float, 7.0),
+        Key("swiglu_limit", "experts.gate_limit", float, 7.0),
         RopePart(theta=150_000.0),
         Windows(ALTERNATING, 128),
     ),
@@ -133,12 +133,12 @@ GPT_OSS = Family(
     },
     switches={
         "feed_forwards": ("experts",),
-        "activation": "quick_gelu",
-        "up_plus_one": True,
-        "expert_bias": True,
-        "router_scores": "chosen",
-        "router_bias": True,
-        "sinks": True,
+        "mlp.activation": "quick_gelu",
+        "experts.up_plus_one": True,
+        "experts.bias": True,
+        "router.scores": "chosen",
+        "router.bias": True,
+        "self_attn.sinks": True,
     },
     # The activation is not what hidden_act says.
     only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},

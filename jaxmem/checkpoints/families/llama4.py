@@ -17,10 +17,12 @@ LLAMA4 = Family(
         standard.UNTIED,
         standard.ATTENTION_BIAS,
         Key("intermediate_size_mlp", "ff", default=16_384),
-        Key("intermediate_size", "expert_ff", default=8192, also=("shared_ff",)),
-        Key("num_local_experts", "experts", default=16),
-        Key("num_experts_per_tok", "experts_per_token", default=1),
-        Key("use_qk_norm", "qk_norm", bool, True),
+        Key(
+            "intermediate_size", "experts.ff", default=8192, also=("experts.shared_ff",)
+        ),
+        Key("num_local_experts", "experts.count", default=16),
+        Key("num_experts_per_tok", "experts.per_token", default=1),
+        Key("use_qk_norm", "qk_norm.enabled", bool, True),
         mixtures.EveryLast(),
         RopePart(theta=500_000.0),
         Chunks(Unrotated(4), 8192),
@@ -32,11 +34,11 @@ LLAMA4 = Family(
     | {"blocks/feed_forward/router": _PART + "router"}
     | mixtures.joined_experts(_PART + "experts."),
     switches={
-        "qk_norm_last": True,
-        "qk_norm_scale": False,
-        "qk_norm_rotated": True,
-        "router_scores": "sigmoid",
-        "router_scales_inputs": True,
+        "qk_norm.after_rope": True,
+        "qk_norm.scale": False,
+        "qk_norm.rotated_only": True,
+        "router.scores": "sigmoid",
+        "router.scales_inputs": True,
     },
     only={"router_jitter_noise": (0.0, 0, None)},
     ignored=("for_llm_compressor", *mixtures.IGNORED),

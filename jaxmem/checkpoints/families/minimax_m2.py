@@ -21,11 +21,11 @@ MINIMAX_M2 = Family(
     },
     switches={
         "feed_forwards": ("experts",),
-        "qk_norm": True,
-        "qk_norm_axis": "width",
-        "router_scores": "sigmoid",
-        "router_correction": True,
-        "router_renormalised": True,
+        "qk_norm.enabled": True,
+        "qk_norm.axis": "width",
+        "router.scores": "sigmoid",
+        "router.correction": True,
+        "router.renormalised": True,
     },
     only={
         "router_jitter_noise": (0.0, 0, None),

@@ -39,7 +39,7 @@ MIXTRAL = Family(
         rope=RopePart(theta=1_000_000.0),
     ),
     names=NAMES | mixtures.BLOCK_SPARSE,
-    switches={"feed_forwards": ("experts",), "router_renormalised": True},
+    switches={"feed_forwards": ("experts",), "router.renormalised": True},
     only={"router_jitter_noise": (0.0, 0, None)},
 )
 

@@ -7,17 +7,17 @@ from jaxmem.base import messages
 from jaxmem.base.ranges import integers
 from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families.family import ConfigPart, Key, read, write
-from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.config import ModelConfig, range_of
 
 # Of families that have no loss of their routers.
 IGNORED = ("output_router_logits", "router_aux_loss_coef")
-SHARED_WIDTH = Key("shared_expert_intermediate_size", "shared_ff")
-RENORMALISED = Key("norm_topk_prob", "router_renormalised", bool, False)
+SHARED_WIDTH = Key("shared_expert_intermediate_size", "experts.shared_ff")
+RENORMALISED = Key("norm_topk_prob", "router.renormalised", bool, False)
 # Of routers as that of DeepSeek V3.
 GROUPS = (
-    Key("n_group", "router_groups", default=1, null_is_default=True),
-    Key("topk_group", "router_groups_kept", default=1, null_is_default=True),
-    Key("routed_scaling_factor", "router_scale", float, 1.0),
+    Key("n_group", "router.groups", default=1, null_is_default=True),
+    Key("topk_group", "router.groups_kept", default=1, null_is_default=True),
+    Key("routed_scaling_factor", "router.scale", float, 1.0),
 )
 
 
@@ -31,9 +31,9 @@ def sizes(
     """
     own = "intermediate_size" if width is None else width
     return (
-        Key(count, "experts", older=older),
-        Key("num_experts_per_tok", "experts_per_token"),
-        Key(own, "expert_ff", also=("ff",) if width is None else ()),
+        Key(count, "experts.count", older=older),
+        Key("num_experts_per_tok", "experts.per_token"),
+        Key(own, "experts.ff", also=("ff",) if width is None else ()),
     )
 
 
@@ -72,7 +72,7 @@ class Balance(ConfigPart):
     def read(self, reader: Reader) -> dict[str, Any]:
         key = "router_aux_loss_coef"
         asked = reader.take("output_router_logits", (bool, type(None)), False)
-        factor = reader.take(key, float, self.default, within=RANGES[key])
+        factor = reader.take(key, float, self.default, within=range_of(key))
         return {key: factor if asked else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class LimitedGroups(ConfigPart):
         return dict.fromkeys(fields, 1)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        limited = model.router_groups > 1
+        limited = model.router.groups > 1
         method = "group_limited_greedy" if limited else "greedy"
         return {"topk_method": method} | write(GROUPS[:2], model)
 
@@ -114,21 +114,21 @@ class Shared(ConfigPart):
         optional = int, type(None)
         count = reader.take(self.key, optional, self.default, within=integers(0))
         width = reader.raw["moe_intermediate_size"]
-        return {"shared_ff": count * width if count else None}
+        return {"experts.shared_ff": count * width if count else None}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        if model.shared_ff is None or model.expert_ff is None:
+        if model.experts.shared_ff is None or model.experts.ff is None:
             return {self.key: None}
-        return {self.key: model.shared_ff // model.expert_ff}
+        return {self.key: model.experts.shared_ff // model.experts.ff}
 
 
 class Beside(ConfigPart):
     """Experts beside the dense layer, where `enable_moe_block` says so."""
 
     keys = (
-        Key("num_experts", "experts", int | None, None),
-        Key("top_k_experts", "experts_per_token", int | None, None),
-        Key("moe_intermediate_size", "expert_ff", int | None, None),
+        Key("num_experts", "experts.count", int | None, None),
+        Key("top_k_experts", "experts.per_token", int | None, None),
+        Key("moe_intermediate_size", "experts.ff", int | None, None),
     )
 
     def read(self, reader: Reader) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Beside(ConfigPart):
         return fields | {"feed_forwards": ("dense_and_experts",)}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        is_there = {"enable_moe_block": model.experts is not None}
+        is_there = {"enable_moe_block": model.experts.count is not None}
         return is_there | write(self.keys, model)
 
 
@@ -166,9 +166,9 @@ CORRECTION = {
     "blocks/feed_forward/correction": "model.layers.{}.mlp.gate.e_score_correction_bias"
 }
 CORRECTED = {
-    "router_scores": "sigmoid",
-    "router_correction": True,
-    "router_group_best": 2,
+    "router.scores": "sigmoid",
+    "router.correction": True,
+    "router.group_best": 2,
 }
 
 
@@ -176,7 +176,7 @@ class EveryFew(ConfigPart):
     """Each last of `decoder_sparse_step` layers has experts, but those listed."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        count, whole = reader.raw["num_hidden_layers"], RANGES["layers"]
+        count, whole = reader.raw["num_hidden_layers"], range_of("layers")
         step = reader.take("decoder_sparse_step", int, 1, within=whole)
         dense = reader.take("mlp_only_layers", (list, type(None)), None) or []
         known = set(range(count))
@@ -199,7 +199,7 @@ class EveryLast(ConfigPart):
     """Layers with experts: listed, or each last of `interleave_moe_layer_step`."""
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        count, whole = reader.raw["num_hidden_layers"], RANGES["layers"]
+        count, whole = reader.raw["num_hidden_layers"], range_of("layers")
         step = reader.take("interleave_moe_layer_step", int, 1, within=whole)
         listed = reader.take("moe_layers", (list, type(None)), None)
         if listed is None:

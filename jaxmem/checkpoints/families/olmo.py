@@ -5,8 +5,8 @@ from jaxmem.checkpoints.families.attention_windows import Windows, by_period
 from jaxmem.checkpoints.families.family import NAMES, Family
 from jaxmem.checkpoints.families.ropes import TwoRopes
 
-_WIDE_NORM = {"qk_norm": True, "qk_norm_axis": "width"}
-_AFTER = {"pre_norms": False, "post_norms": True}
+_WIDE_NORM = {"qk_norm.enabled": True, "qk_norm.axis": "width"}
+_AFTER = {"norm.pre": False, "norm.post": True}
 _NAMES = standard.but(NAMES, "blocks/attention_norm", "blocks/feed_forward_norm") | {
     "blocks/post_attention_norm": "model.layers.{}.post_attention_layernorm",
     "blocks/post_feed_forward_norm": "model.layers.{}.post_feedforward_layernorm",
@@ -56,6 +56,6 @@ EXAONE4 = Family(
     model_type="exaone4",
     parts=standard.parts(Windows(by_period(4), 4096, full="unrotated"), eps=1e-5),
     names=_NAMES,
-    switches=_AFTER | {"qk_norm": True},
+    switches=_AFTER | {"qk_norm.enabled": True},
     ignored=("sliding_window_pattern",),
 )

@@ -26,8 +26,10 @@ PHI = Family(
         "norm": "model.final_layernorm",
     },
     switches=standard.LAYER_NORM
-    | {"parallel": "shared", "gated": False}
-    | dict.fromkeys(("qkv_bias", "output_bias", "ff_bias", "head_bias"), True),
+    | {"residual.parallel": "shared", "mlp.gated": False}
+    | dict.fromkeys(
+        ("self_attn.qkv_bias", "self_attn.output_bias", "mlp.bias", "logits.bias"), True
+    ),
     only={"qk_layernorm": (False, None)},
     ignored=("embd_pdrop", "resid_pdrop"),
 )
@@ -51,16 +53,16 @@ PHIMOE = Family(
     model_type="phimoe",
     parts=standard.parts(
         standard.ATTENTION_BIAS,
-        Key("lm_head_bias", "head_bias", bool, False),
+        Key("lm_head_bias", "logits.bias", bool, False),
         *mixtures.EVERYWHERE,
-        Key("router_jitter_noise", "router_nearness", float, 0.01),
+        Key("router_jitter_noise", "router.nearness", float, 0.01),
         Windows(EVERY_LAYER, listed=False),
         eps=1e-5,
         rope=RopePart(theta=1_000_000.0),
     ),
     names=NAMES | mixtures.BLOCK_SPARSE,
     switches=standard.LAYER_NORM
-    | {"feed_forwards": ("experts",), "router_scores": "near"},
+    | {"feed_forwards": ("experts",), "router.scores": "near"},
     only={"input_jitter_noise": (0.0, 0, None)},
     ignored=("hidden_dropout",),
 )

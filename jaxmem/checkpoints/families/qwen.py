@@ -13,7 +13,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     parts=standard.parts(Windows(after_the_first, switch=True)),
-    switches={"qkv_bias": True},
+    switches={"self_attn.qkv_bias": True},
 )
 
 QWEN3 = Family(
@@ -22,7 +22,7 @@ QWEN3 = Family(
     parts=standard.parts(
         Windows(after_the_first, switch=True), head=standard.head_dim(128)
     ),
-    switches={"qk_norm": True},
+    switches={"qk_norm.enabled": True},
 )
 
 # One of the experts is used by every token, behind a gate.
@@ -30,7 +30,7 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     parts=standard.parts(
-        Key("qkv_bias", "qkv_bias", bool, True),
+        Key("qkv_bias", "self_attn.qkv_bias", bool, True),
         *mixtures.OF_QWEN,
         mixtures.SHARED_WIDTH,
         mixtures.RENORMALISED,
@@ -38,7 +38,7 @@ QWEN2_MOE = Family(
         Windows(alternating_up_to, switch=True, nothing=0),
     ),
     names=NAMES | mixtures.NAMES | mixtures.SHARED_WITH_GATE,
-    switches={"shared_gate": True},
+    switches={"experts.shared_gate": True},
 )
 
 QWEN3_MOE = Family(
@@ -52,5 +52,5 @@ QWEN3_MOE = Family(
         Windows(switched, 4096, listed=False, switch=True),
     ),
     names=NAMES | mixtures.NAMES,
-    switches={"qk_norm": True},
+    switches={"qk_norm.enabled": True},
 )

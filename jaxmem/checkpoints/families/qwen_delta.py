@@ -15,7 +15,7 @@ from jaxmem.checkpoints.families.family import (
     write,
 )
 from jaxmem.checkpoints.families.ropes import RopePart
-from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.config import ModelConfig, range_of
 
 _KINDS = {"linear_attention": "delta", "full_attention": "attention"}
 
@@ -24,15 +24,15 @@ class Mixers(ConfigPart):
     """Mixers of layers: listed, or attention in each last of an interval; and sizes."""
 
     sizes = (
-        Key("linear_num_value_heads", "delta_heads", default=32),
-        Key("linear_num_key_heads", "delta_key_heads", default=16),
-        Key("linear_key_head_dim", "delta_key_dim", default=128),
-        Key("linear_value_head_dim", "delta_value_dim", default=128),
-        Key("linear_conv_kernel_dim", "delta_taps", default=4),
+        Key("linear_num_value_heads", "delta.heads", default=32),
+        Key("linear_num_key_heads", "delta.key_heads", default=16),
+        Key("linear_key_head_dim", "delta.key_dim", default=128),
+        Key("linear_value_head_dim", "delta.value_dim", default=128),
+        Key("linear_conv_kernel_dim", "delta.conv_kernel_dim", default=4),
     )
 
     def read(self, reader: Reader) -> dict[str, Any]:
-        within = RANGES["layers"]
+        within = range_of("layers")
         period = reader.take("full_attention_interval", int, 4, within=within)
         kinds = listed_layers(reader, _KINDS)
         if kinds is None:
@@ -78,7 +78,7 @@ def _make_names(**modules: str) -> dict[str, str]:
     }
 
 
-_SWITCHES = {"qk_norm": True, "norm_offset": True, "attention_gate": True}
+_SWITCHES = {"qk_norm.enabled": True, "norm.offset": True, "self_attn.gate": True}
 _EXPERTS = (
     *mixtures.OF_QWEN,
     mixtures.SHARED_WIDTH,
@@ -89,7 +89,7 @@ QWEN3_NEXT = Family(
     model_type="qwen3_next",
     parts=_make_parts(
         *_EXPERTS,
-        Key("norm_topk_prob", "router_renormalised", bool, True),
+        Key("norm_topk_prob", "router.renormalised", bool, True),
         mixtures.EveryFew(),
     ),
     names=_make_names(
@@ -98,7 +98,7 @@ QWEN3_NEXT = Family(
     )
     | mixtures.NAMES
     | mixtures.SHARED_WITH_GATE,
-    switches=_SWITCHES | {"shared_gate": True},
+    switches=_SWITCHES | {"experts.shared_gate": True},
     joined_by={
         "blocks/attention/query": "head",
         "blocks/attention/delta_query": "key_head",
@@ -139,8 +139,8 @@ QWEN3_5_MOE = Family(
     switches=_SWITCHES
     | {
         "feed_forwards": ("experts",),
-        "router_renormalised": True,
-        "shared_gate": True,
+        "router.renormalised": True,
+        "experts.shared_gate": True,
     },
     only=_ONLY | {"norm_topk_prob": (True,)},
     ignored=("intermediate_size", *_IGNORED),

@@ -9,23 +9,23 @@ from jaxmem.base import messages
 from jaxmem.base.ranges import reals
 from jaxmem.checkpoints.config_reader import Reader
 from jaxmem.checkpoints.families.family import ONLY, ConfigPart, Key, read, write
-from jaxmem.models.config import RANGES, ModelConfig
+from jaxmem.models.config import ModelConfig, range_of
 
-_FACTOR = Key("factor", "rope_factor", float)
-_ORIGINAL = Key("original_max_position_embeddings", "rope_original")
+_FACTOR = Key("factor", "rope.factor", float)
+_ORIGINAL = Key("original_max_position_embeddings", "rope.original_length")
 _KINDS = {
     "default": (),
     "linear": (_FACTOR,),
     "llama3": (
         _FACTOR,
-        Key("low_freq_factor", "rope_low_factor", float),
-        Key("high_freq_factor", "rope_high_factor", float),
+        Key("low_freq_factor", "rope.low_factor", float),
+        Key("high_freq_factor", "rope.high_factor", float),
         _ORIGINAL,
     ),
     "yarn": (
         _FACTOR,
-        Key("beta_slow", "rope_low_factor", float, 1.0),
-        Key("beta_fast", "rope_high_factor", float, 32.0),
+        Key("beta_slow", "rope.low_factor", float, 1.0),
+        Key("beta_fast", "rope.high_factor", float, 32.0),
         _ORIGINAL,
     ),
     "longrope": (),
@@ -47,7 +47,9 @@ class RopePart(ConfigPart):
     fraction: float | None = None
     theta_key: str = "rope_theta"  # of the base in the older form
     fraction_key: str = "partial_rotary_factor"  # of the fraction in the older form
-    growth: str | None = None  # the key of `query_growth`, if the family has it
+    growth: str | None = (
+        None  # the key of `self_attn.query_growth`, if the family has it
+    )
     # the key a of a fixed factor a^(d / (d - 2)) of the base with the type "dynamic"
     stretch: str | None = None
     ignored: tuple[str, ...] = ()  # keys of the object that do not change logits
@@ -55,12 +57,12 @@ class RopePart(ConfigPart):
     def read(self, reader: Reader) -> dict[str, Any]:
         optional = (dict, type(None))
         newer = reader.take("rope_parameters", optional, None)
-        within = RANGES["rope_theta"]
+        within = range_of("rope.theta")
         base = reader.take(self.theta_key, float, self.theta, within=within)
         scaling = reader.take("rope_scaling", optional, None)
         old = {"rope_theta": base} | (scaling or {})
         if self.fraction is not None:
-            within = RANGES["rope_fraction"]
+            within = range_of("rope.fraction")
             part = reader.take(self.fraction_key, float, self.fraction, within=within)
             old = {"partial_rotary_factor": part} | old
         if newer is None:
@@ -91,24 +93,24 @@ class RopePart(ConfigPart):
         stretch = parameters.pop(self.stretch, None) if self.stretch else None
         if stretch is not None and kind == "dynamic":
             return self._stretch_base(reader, parameters, stretch)
-        keys = [Key("rope_theta", "rope_theta", float, self.theta)]
+        keys = [Key("rope_theta", "rope.theta", float, self.theta)]
         keys += reader.choose("rope type", kind, _KINDS)
         inner = Reader(reader.path, parameters)
         if self.growth is not None:
-            keys.append(Key(self.growth, "query_growth", float | None, None))
+            keys.append(Key(self.growth, "self_attn.query_growth", float | None, None))
             inner.read.add("max_position_embeddings")
         if self.fraction is not None:
-            keys.append(Key("partial_rotary_factor", "rope_fraction", float, 1.0))
-        fields = {"rope_scaling": _SCALINGS.get(kind, kind)} | read(keys, inner)
+            keys.append(Key("partial_rotary_factor", "rope.fraction", float, 1.0))
+        fields = {"rope.scaling": _SCALINGS.get(kind, kind)} | read(keys, inner)
         if kind == "dynamic":  # stretches nothing up to so many tokens
             for each in (reader, inner):  # it does not read the original number
                 each.read.add("original_max_position_embeddings")
-            key, within = "max_position_embeddings", RANGES["rope_limit"]
-            fields["rope_limit"] = reader.take(key, int, within=within)
-        if fields["rope_scaling"] == "listed":
+            key, within = "max_position_embeddings", range_of("rope.limit")
+            fields["rope.limit"] = reader.take(key, int, within=within)
+        if fields["rope.scaling"] == "listed":
             fields |= _listed_factors(reader, inner)
         if kind == "yarn":
-            fields |= _yarn_magnitude(inner, fields["rope_factor"])
+            fields |= _yarn_magnitude(inner, fields["rope.factor"])
         inner.read.update(self.ignored)
         inner.finish({k: v for k, v in ONLY.items() if k not in inner.read})
         return fields
@@ -126,27 +128,27 @@ class RopePart(ConfigPart):
         )
         heads = reader.raw["num_attention_heads"]
         width = reader.raw.get("head_dim") or reader.raw["hidden_size"] // heads
-        theta = fields["rope_theta"] * factor ** (width / (width - 2))
-        return fields | {"rope_theta": theta}
+        theta = fields["rope.theta"] * factor ** (width / (width - 2))
+        return fields | {"rope.theta": theta}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         # The older form, which every version of transformers reads.
         scaling: Any = None
-        if model.rope_scaling == "listed":
+        if model.rope.scaling == "listed":
             scaling = _write_listed(model)
-        elif model.rope_scaling is not None:
-            kind = model.rope_scaling
+        elif model.rope.scaling is not None:
+            kind = model.rope.scaling
             scaling = {"rope_type": kind} | write(_KINDS[kind], model)
-        if scaling is not None and model.rope_scaling == "yarn":
+        if scaling is not None and model.rope.scaling == "yarn":
             scaling |= {
-                "attention_factor": model.rope_magnitude,
-                "truncate": model.rope_truncate,
+                "attention_factor": model.rope.attention_factor,
+                "truncate": model.rope.truncate,
             }
             if self.growth is not None:
-                scaling[self.growth] = model.query_growth
-        raw = {self.theta_key: model.rope_theta, "rope_scaling": scaling}
+                scaling[self.growth] = model.self_attn.query_growth
+        raw = {self.theta_key: model.rope.theta, "rope_scaling": scaling}
         if self.fraction is not None:
-            raw[self.fraction_key] = model.rope_fraction
+            raw[self.fraction_key] = model.rope.fraction
         return raw
 
 
@@ -162,10 +164,10 @@ class TwoRopes(ConfigPart):
         ropes = reader.take("rope_parameters", (dict, type(None)), None)
         keys = () if self.local_key is None else (self.local_key,)
         if ropes is None or "full_attention" not in ropes:
-            local, within = self.local_theta, RANGES["local_rope_theta"]
+            local, within = self.local_theta, range_of("rope.local_theta")
             for key in keys:
                 local = reader.take(key, float, local, within=within)
-            return RopePart(self.theta).read(reader) | {"local_rope_theta": local}
+            return RopePart(self.theta).read(reader) | {"rope.local_theta": local}
         reader.read.update(("rope_theta", "rope_scaling", "rope_local_base_freq"))
         if set(ropes) != set(_LAYERS):
             raise reader.error(
@@ -175,23 +177,23 @@ class TwoRopes(ConfigPart):
         kinds = Reader(reader.path, ropes)
         part = kinds.take("sliding_attention", dict)
         local = RopePart(self.local_theta).fields(reader, part)
-        if local["rope_scaling"] is not None:
+        if local["rope.scaling"] is not None:
             raise reader.error(
-                f"rope type {local['rope_scaling']!r} in sliding_attention is not "
+                f"rope type {local['rope.scaling']!r} in sliding_attention is not "
                 "implemented; only 'default' is"
             )
         whole = RopePart(self.theta).fields(reader, kinds.take("full_attention", dict))
-        return whole | {"local_rope_theta": local["rope_theta"]}
+        return whole | {"rope.local_theta": local["rope.theta"]}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         # The older form, where it can say the base of local layers.
-        local = model.local_rope_theta or model.rope_theta
+        local = model.rope.local_theta or model.rope.theta
         raw = RopePart(self.theta).write(model)
         if self.local_key is not None:
             return raw | {self.local_key: local}
         whole = {"rope_type": "default"} | (raw["rope_scaling"] or {})
         both = (
-            whole | {"rope_theta": model.rope_theta},
+            whole | {"rope_theta": model.rope.theta},
             {"rope_type": "default", "rope_theta": local},
         )
         return {"rope_parameters": dict(zip(_LAYERS, both, strict=True))}
@@ -217,12 +219,12 @@ def _yarn_magnitude(inner: Reader, factor: float) -> dict[str, Any]:
             magnitude(above) / magnitude(below) if ratio else magnitude(1.0)
         )
     truncate = inner.take("truncate", bool, True)
-    return {"rope_magnitude": attention_factor, "rope_truncate": truncate}
+    return {"rope.attention_factor": attention_factor, "rope.truncate": truncate}
 
 
 def _listed_factors(reader: Reader, inner: Reader) -> dict[str, Any]:
     """The factors of documents up to the limit, and of longer ones."""
-    key, within = "original_max_position_embeddings", RANGES["rope_limit"]
+    key, within = "original_max_position_embeddings", range_of("rope.limit")
     limit = inner.take(key, int, reader.take(key, int, 0, within=within), within=within)
     limit = limit or reader.take("max_position_embeddings", int)
     factors = []
@@ -244,27 +246,27 @@ def _listed_factors(reader: Reader, inner: Reader) -> dict[str, Any]:
         for key in ("short_mscale", "long_mscale")
     )
     return {
-        "rope_factors": factors[0],
-        "rope_long_factors": factors[1],
-        "rope_limit": limit,
-        "rope_magnitude": short,
-        "rope_long_magnitude": None if long == short else long,
+        "rope.short_factors": factors[0],
+        "rope.long_factors": factors[1],
+        "rope.limit": limit,
+        "rope.attention_factor": short,
+        "rope.long_attention_factor": None if long == short else long,
     }
 
 
 def _write_listed(model: ModelConfig) -> dict[str, Any]:
     magnitudes = {}
-    if model.rope_long_magnitude is not None:
+    if model.rope.long_attention_factor is not None:
         magnitudes = {
-            "short_mscale": model.rope_magnitude,
-            "long_mscale": model.rope_long_magnitude,
+            "short_mscale": model.rope.attention_factor,
+            "long_mscale": model.rope.long_attention_factor,
         }
     return magnitudes | {
         "rope_type": "longrope",
-        "short_factor": list(model.rope_factors or ()),
-        "long_factor": list(model.rope_long_factors or ()),
-        "attention_factor": model.rope_magnitude,
-        "original_max_position_embeddings": model.rope_limit,
+        "short_factor": list(model.rope.short_factors or ()),
+        "long_factor": list(model.rope.long_factors or ()),
+        "attention_factor": model.rope.attention_factor,
+        "original_max_position_embeddings": model.rope.limit,
     }
 
 

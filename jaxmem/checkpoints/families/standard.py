@@ -22,7 +22,7 @@ ACTIVATIONS = {
 def activation(default: str, key: str = "hidden_act") -> Key:
     """The activation of the feed-forward layer."""
     known = {default: ACTIVATIONS[default], **ACTIVATIONS}  # the default is written
-    return Key(key, "activation", str, default, known)
+    return Key(key, "mlp.activation", str, default, known)
 
 
 def sizes(eps: float = 1e-6, key: str = "rms_norm_eps") -> tuple[Key, ...]:
@@ -39,7 +39,7 @@ def sizes(eps: float = 1e-6, key: str = "rms_norm_eps") -> tuple[Key, ...]:
             null_is_default=True,
         ),
         Key("vocab_size", "vocab_size"),
-        Key(key, "norm_eps", float, eps),
+        Key(key, "norm.eps", float, eps),
     )
 
 
@@ -64,21 +64,23 @@ def head_dim(default: int | None = None) -> Key:
 
 def qkv_bias(default: bool) -> Key:
     """Biases of queries, keys and values."""
-    return Key("attention_bias", "qkv_bias", bool, default, null_is_default=True)
+    return Key(
+        "attention_bias", "self_attn.qkv_bias", bool, default, null_is_default=True
+    )
 
 
 def all_biases(default: bool, null_is_default: bool = False) -> Key:
     """Biases of queries, keys, values and attention's output."""
     return Key(
-        "attention_bias", "qkv_bias", bool, default, null_is_default=null_is_default,
-        also=("output_bias",),
+        "attention_bias", "self_attn.qkv_bias", bool, default,
+        null_is_default=null_is_default, also=("self_attn.output_bias",),
     )  # fmt: skip
 
 
 def parallel(kind: str, default: bool) -> Key:
     """The norms, `kind`, of sublayers that both read a layer's input, if they do."""
     return Key(
-        "use_parallel_residual", "parallel", bool, default,
+        "use_parallel_residual", "residual.parallel", bool, default,
         read_value=lambda is_parallel: kind if is_parallel else None,
         write_value=lambda value: value is not None,
     )  # fmt: skip
@@ -109,7 +111,7 @@ UNTIED = Key("tie_word_embeddings", "tied", bool, False)
 SHARED_WIDTH = Derived(head_dim=("hidden_size", "num_attention_heads"))
 QKV_BIAS = qkv_bias(True)
 ATTENTION_BIAS = all_biases(False, null_is_default=True)
-FF_BIAS = Key("mlp_bias", "ff_bias", bool, False, null_is_default=True)
+FF_BIAS = Key("mlp_bias", "mlp.bias", bool, False, null_is_default=True)
 
 
 def parts(
@@ -125,7 +127,7 @@ def parts(
     return (*sizes(eps, eps_key), head, activation, tied, rope, *more)
 
 
-LAYER_NORM = {"norm": "layer", "norm_bias": True}
+LAYER_NORM = {"norm.kind": "layer", "norm.bias": True}
 
 _LAYER = "model.layers.{}."
 # Of families that also normalise what a sublayer adds.

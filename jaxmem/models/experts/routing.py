@@ -16,16 +16,16 @@ def choose(
     """The experts with the largest scores, and the weights of their results.
 
         s = softmax(logits) or sigmoid(logits);   best K of s + correction
-        weight_k = router_scale s_k,   divided by Σ_k s_k if renormalised
+        weight_k = router.scale s_k,   divided by Σ_k s_k if renormalised
 
     With groups, experts outside of the best groups are not chosen; a group is as good
-    as the sum of its `router_group_best` best scores. With the scores "chosen" the
+    as the sum of its `router.group_best` best scores. With the scores "chosen" the
     weights are the softmax of the chosen experts' logits. With "near" each weight is
     that in the softmax of an expert and of those after it whose logits are near its.
     Logits are f32 [..., experts]; the correction has no gradient. Experts that are
     `chosen` take the place of the best ones; weights are of these logits all the same.
     """
-    kind = config.router_scores
+    kind = config.router.scores
     scores = logits
     if kind == "softmax":
         scores = jax.nn.softmax(logits)
@@ -35,17 +35,17 @@ def choose(
         ranks = jax.lax.stop_gradient(scores)
         if correction is not None:
             ranks = ranks + jax.lax.stop_gradient(correction.astype(jnp.float32))
-        if config.router_groups > 1:
+        if config.router.groups > 1:
             ranks = _mask_other_groups(ranks, config)
-        chosen = jax.lax.top_k(ranks, config.experts_per_token)[1]
+        chosen = jax.lax.top_k(ranks, config.experts.per_token)[1]
     if kind == "near":
         return chosen.astype(jnp.int32), _near_weights(logits, chosen, config)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if kind == "chosen":
         weights = jax.nn.softmax(weights)
-    if config.router_renormalised:
+    if config.router.renormalised:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return chosen.astype(jnp.int32), weights * config.router_scale
+    return chosen.astype(jnp.int32), weights * config.router.scale
 
 
 def decide(
@@ -67,11 +67,11 @@ def _near_weights(
 ) -> jax.Array:
     """Weights of the chosen experts with the scores "near", see `choose`."""
     weights = []
-    for k in range(config.experts_per_token):
+    for k in range(config.experts.per_token):
         expert = chosen[..., k, None]
         largest = jnp.take_along_axis(logits, expert, axis=-1)
         scale = jnp.maximum(jnp.abs(logits), largest)
-        is_far = (largest - logits) / scale > 2 * config.router_nearness
+        is_far = (largest - logits) / scale > 2 * config.router.nearness
         earlier = jax.nn.one_hot(chosen[..., :k], logits.shape[-1], dtype=bool)
         left_out = jax.lax.stop_gradient(is_far | jnp.any(earlier, axis=-2))
         shares = jax.nn.softmax(jnp.where(left_out, -jnp.inf, logits))
@@ -81,8 +81,8 @@ def _near_weights(
 
 def _mask_other_groups(ranks: jax.Array, config: ModelConfig) -> jax.Array:
     """Ranks, -inf outside of the best groups."""
-    grouped = ranks.reshape(*ranks.shape[:-1], config.router_groups, -1)
-    best, _ = jax.lax.top_k(grouped, config.router_group_best)
-    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), config.router_groups_kept)
-    is_kept = jnp.any(jax.nn.one_hot(kept, config.router_groups, dtype=bool), axis=-2)
+    grouped = ranks.reshape(*ranks.shape[:-1], config.router.groups, -1)
+    best, _ = jax.lax.top_k(grouped, config.router.group_best)
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), config.router.groups_kept)
+    is_kept = jnp.any(jax.nn.one_hot(kept, config.router.groups, dtype=bool), axis=-2)
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(ranks.shape)

@@ -22,7 +22,7 @@ from jaxmem.data.pairs import Pair, PairBatch, PairBatches, batch_of, fingerprin
 from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
 from jaxmem.models.training_head import HeadConfig
-from jaxmem.train import metrics, phases, starts
+from jaxmem.train import metrics, phases, renamed_keys, starts
 from jaxmem.train.evaluation import Evaluated
 from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.config import DpoJobConfig
@@ -217,7 +217,7 @@ class Dpo(Job, name="dpo"):
         identity = json.dumps(facts)
         if jax.process_count() == 1 and path.exists():
             with np.load(path) as saved:
-                if str(saved["of"]) == identity:
+                if _is_same(str(saved["of"]), identity):
                     return saved["logprobs"]
         logprobs = self._score_pairs(self.program.initial_params(), pairs)
         if processes.is_first():
@@ -299,3 +299,10 @@ class Dpo(Job, name="dpo"):
             f"in {len(history)} steps, {metrics.tokens_per_second(history):,.0f} "
             "tokens/s"
         )
+
+
+def _is_same(saved: str, identity: str) -> bool:
+    """True for equal facts of a reference, maybe with older names of keys."""
+    pairs, model, *others = json.loads(saved)
+    renamed = renamed_keys.settings({"model": model})
+    return [pairs, renamed["model"], *others] == json.loads(identity)

@@ -127,11 +127,22 @@ def test_lowered_for_a_gpu(dtype):
 def test_lowered_on_a_mesh(monkeypatch):
     """Each device multiplies by its part of the experts' width."""
     monkeypatch.setattr(grouped, "refuses", lambda x: None)
-    config = ModelConfig(
-        layers=1, hidden=128, heads=2, kv_heads=2, head_dim=64, vocab_size=64,
-        feed_forwards=("experts",), experts=6, experts_per_token=2, expert_ff=128,
-        expert_bias=True, dtype="bfloat16",
-    )  # fmt: skip
+    config = ModelConfig().replaced(
+        {
+            "layers": 1,
+            "hidden": 128,
+            "heads": 2,
+            "kv_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 64,
+            "feed_forwards": ("experts",),
+            "experts.count": 6,
+            "experts.per_token": 2,
+            "experts.ff": 128,
+            "experts.bias": True,
+            "dtype": "bfloat16",
+        }
+    )
     x = jax.ShapeDtypeStruct((4, 8, 128), jnp.bfloat16)
     chosen = jax.ShapeDtypeStruct((4, 8, 2), jnp.int32)
     scale = jax.ShapeDtypeStruct((4, 8, 2), jnp.float32)

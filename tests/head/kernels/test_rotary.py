@@ -70,25 +70,33 @@ def test_against_float64(dtype, norms, rows_interpreted):
     check(made, exact(joined, tables, norms), dtype)
 
 
-TWO_KINDS = dict(pattern=("local", "global"), window=3, local_rope_theta=9.0)
+TWO_KINDS = {
+    "pattern": ("local", "global"),
+    "self_attn.window": 3,
+    "rope.local_theta": 9.0,
+}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(qk_norm=True, norm_offset=True, qkv_bias=True, **TWO_KINDS),
-        slow(dict(qk_norm=True, norm_offset=True)),
-        slow(dict(qkv_bias=True)),
-        slow(dict(qk_norm=True, **TWO_KINDS)),
+        {
+            "qk_norm.enabled": True,
+            "norm.offset": True,
+            "self_attn.qkv_bias": True,
+            **TWO_KINDS,
+        },
+        slow({"qk_norm.enabled": True, "norm.offset": True}),
+        slow({"self_attn.qkv_bias": True}),
+        slow({"qk_norm.enabled": True, **TWO_KINDS}),
     ],
     ids=["all", "norms", "biases", "two kinds of layers"],
 )
 def test_decoder_with_rotary_kernel(changes, rows_interpreted, monkeypatch):
     config = ModelConfig(
-        layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=64, vocab_size=61,
-        **changes,
-    )  # fmt: skip
+        layers=2, hidden=32, ff=48, heads=4, kv_heads=2, head_dim=64, vocab_size=61
+    ).replaced(changes)
     definition, weights = nnx.split(decoders.drawn(config))
     rng = np.random.default_rng(0)
     model, joined = (nnx.merge(definition, weights) for _ in range(2))

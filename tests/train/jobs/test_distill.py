@@ -293,8 +293,9 @@ def test_student_reads_text_as_its_teacher_does(two_steps):
 @pytest.mark.slow
 def test_router_loss_is_recorded_and_learned():
     mixed = [
-        "model.feed_forwards=('experts',)", "model.experts=4", "model.expert_ff=24",
-        "model.experts_per_token=2", "model.router_renormalised=True",
+        "model.feed_forwards=('experts',)", "model.experts.count=4",
+        "model.experts.ff=24", "model.experts.per_token=2",
+        "model.router.renormalised=True",
     ]  # fmt: skip
     made = []
     for factor in (0, 5):

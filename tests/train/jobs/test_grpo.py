@@ -299,8 +299,8 @@ def test_host_moments_and_limit_change_no_number(by_limit, finished, tmp_path):
 @pytest.mark.slow
 def test_loss_of_routers_is_learned():
     mixed = {
-        "feed_forwards": ("experts",), "experts": 4, "expert_ff": 48,
-        "experts_per_token": 2, "router_renormalised": True, "embed_scale": False,
+        "feed_forwards": ("experts",), "experts.count": 4, "experts.ff": 48,
+        "experts.per_token": 2, "router.renormalised": True, "embedding.scaled": False,
     }  # fmt: skip
     made, _ = completions()
     advantages = np.linspace(-1, 1, len(made.lengths), dtype="f4")

@@ -168,9 +168,9 @@ def test_options_of_whole_completions_are_refused(given, expected):
 
 def test_length_dependent_rotary_is_not_cut():
     """Up to the limit, one that is cut is rotated as the whole one."""
-    rope = dict(rope_scaling="dynamic", rope_limit=4)
+    rope = {"rope.scaling": "dynamic", "rope.limit": 4}
     config = changed(LONG, model=rope, grpo=dict(prefix_cut=0.5))
     expected = f"grpo.prefix_cut=0.5 must be None for sequences of up to {LONG.longest}"
     with pytest.raises(ValueError, match=re.escape(expected)):
         PolicyProgram(config)
-    PolicyProgram(changed(config, model=dict(rope_limit=LONG.longest)))
+    PolicyProgram(changed(config, model={"rope.limit": LONG.longest}))

@@ -30,10 +30,14 @@ RECORDED = changed(SMALL, head=dict(gradient=("recorded", K)))
 SHARED = dict(share_prompts=True, max_tokens_train=128, max_tokens_forward=128)
 
 
-MIXED = dict(
-    feed_forwards=("experts",), experts=4, expert_ff=24, experts_per_token=2,
-    embed_scale=False, router_aux_loss_coef=0.01,
-)  # fmt: skip
+MIXED = {
+    "feed_forwards": ("experts",),
+    "experts.count": 4,
+    "experts.ff": 24,
+    "experts.per_token": 2,
+    "embedding.scaled": False,
+    "router_aux_loss_coef": 0.01,
+}
 
 
 # ------------------------------------------------------------------- packing
@@ -145,7 +149,7 @@ def gradients_of(job, state, part):
         dict(grpo=SHARED | dict(prefix_cut=0.2, token_fraction=0.7)),
         slow(dict(sampling=dict(slots=5, temperature=0.7))),
         slow(dict(model=dict(lora_rank=2, lora_head=True))),
-        slow(dict(optimizer=dict(trainable="blocks"), model=dict(softcap=5.0))),
+        slow(dict(optimizer=dict(trainable="blocks"), model={"logits.softcap": 5.0})),
         dict(grpo=dict(correction="tis")),
         slow(dict(grpo=dict(entropy_coefficient=0.1, loss="gspo"))),
         slow(dict(model=MIXED, grpo=dict(replay_routing=True))),

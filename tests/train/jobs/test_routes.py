@@ -19,13 +19,17 @@ from tests.helpers.runs import changed, drawn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_picture")
 
-MIXED = dict(
-    layers=3, feed_forwards=("dense", "experts", "experts"), experts=6,
-    expert_ff=24, experts_per_token=2, embed_scale=False,
-)  # fmt: skip
+MIXED = {
+    "layers": 3,
+    "feed_forwards": ("dense", "experts", "experts"),
+    "experts.count": 6,
+    "experts.ff": 24,
+    "experts.per_token": 2,
+    "embedding.scaled": False,
+}
 SIZES = ModelConfig(
-    **MIXED, hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31
-)
+    hidden=16, ff=24, heads=2, kv_heads=1, head_dim=8, vocab_size=31
+).replaced(MIXED)
 REPLAY = changed(SMALL, model=MIXED, grpo=dict(replay_routing=True))
 
 
@@ -163,7 +167,7 @@ def test_plan_names_what_is_recorded():
     assert rollout.parts["routes"] == 32 * 8 * 2 * 2
     of_update = program.micro_batch((2, 16)).routes
     assert of_update.shape == (2, 16, 2, 2) and of_update.dtype == np.uint8
-    assert route_records.dtype(dataclasses.replace(SIZES, experts=257)) == np.uint16
+    assert route_records.dtype(SIZES.replaced({"experts.count": 257})) == np.uint16
 
 
 def test_replay_without_routes_is_refused():

@@ -192,7 +192,7 @@ def keep_gradients():
 
 
 def model_of(**changes):
-    return dataclasses.replace(MODEL, vocab_size=50, **changes)
+    return MODEL.replaced({"vocab_size": 50} | changes)
 
 
 @functools.cache
@@ -220,8 +220,8 @@ def test_accumulation_keeps_loss_and_gradients():
 
 
 MIXED = {
-    "feed_forwards": ("experts",), "experts": 4, "experts_per_token": 2,
-    "expert_ff": 24,
+    "feed_forwards": ("experts",), "experts.count": 4, "experts.per_token": 2,
+    "experts.ff": 24,
 }  # fmt: skip
 
 
@@ -398,7 +398,7 @@ def test_epochs_decide_the_steps(config):
         assert made.steps == -(-epochs * count // accumulate)
     job = jobs.job_of(config)
     assert with_steps(job) is job
-    with pytest.raises(ValueError, match="RunConfig.epochs must be above 0, or None"):
+    with pytest.raises(ValueError, match="run.epochs must be above 0, or None"):
         changed(config, run=dict(epochs=0.0))
 
 

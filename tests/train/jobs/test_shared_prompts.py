@@ -77,6 +77,6 @@ def test_rows_without_room_for_prompts_are_refused(overrides, expected):
 
 
 def test_windows_are_refused_before_compiling():
-    windows = dict(pattern=("local", "global"), window=4)
+    windows = {"pattern": ("local", "global"), "self_attn.window": 4}
     with pytest.raises(ValueError, match="grpo.share_prompts.*has windows"):
         PolicyProgram(changed(SMALL, model=windows, grpo=dict(share_prompts=True)))

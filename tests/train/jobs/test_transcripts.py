@@ -32,10 +32,20 @@ WHOLE = dict(
     versions=[(3, 2), (4, 3)],
     where="a.jsonl:1",
 )  # fmt: skip
-EXPERTS = ModelConfig(
-    layers=2, hidden=8, ff=8, heads=1, kv_heads=1, vocab_size=10, experts=4,
-    expert_ff=8, experts_per_token=1, feed_forwards=("experts",),
-)  # fmt: skip
+EXPERTS = ModelConfig().replaced(
+    {
+        "layers": 2,
+        "hidden": 8,
+        "ff": 8,
+        "heads": 1,
+        "kv_heads": 1,
+        "vocab_size": 10,
+        "experts.count": 4,
+        "experts.ff": 8,
+        "experts.per_token": 1,
+        "feed_forwards": ("experts",),
+    }
+)
 
 
 def limits(**changes):

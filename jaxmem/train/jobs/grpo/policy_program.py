@@ -88,11 +88,11 @@ class PolicyProgram(SamplingProgram):
         super().__init__(config, ends.size, by_update)
         if config.grpo.share_prompts:
             branches.check(self.model_config, config.mesh.sequence)
-        limit = self.model_config.rope_limit
+        limit = self.model_config.rope.limit
         if config.grpo.prefix_cut is not None and limit and config.longest > limit:
             raise ValueError(
                 f"grpo.prefix_cut={config.grpo.prefix_cut} must be None for sequences "
-                f"of up to {config.longest} tokens with model.rope_limit={limit}: a "
+                f"of up to {config.longest} tokens with model.rope.limit={limit}: a "
                 "sequence that is cut would be rotated like a short one"
             )
         if config.grpo.replay_routing:

@@ -347,7 +347,7 @@ class TranscriptLimits:
         meaning = "tokens, layers with experts, experts of a token"
         good = routes.shape == expected
         require(good, f"routes must be {expected}, [{meaning}]", routes.shape)
-        most = model.experts or 0
+        most = model.experts.count or 0
         good = bool((routes >= 0).all() and (routes < most).all())
         require(good, f"routes must be numbers of experts in [0, {most})")
 

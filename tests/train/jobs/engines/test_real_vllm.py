@@ -69,7 +69,7 @@ def settings(folder, server, *more):
 def start(folder, name="policy"):
     """Overrides that take the model from a checkpoint, sizes included."""
     return (f"model.checkpoint={folder}/{name}", "model.head_dim=None",
-            "model.embed_scale=None")  # fmt: skip
+            "model.embedding.scaled=None")  # fmt: skip
 
 
 def small(*more):
