@@ -130,7 +130,7 @@ def fields(section: type) -> tuple[Setting, ...]:
     """The fields of a dataclass in their order; a group is one of them."""
     hints = typing.get_type_hints(section, include_extras=True)
     return tuple(
-        Setting(field.name, *_split(hints[field.name], _default(field)))
+        _setting_of(field, hints[field.name])
         for field in dataclasses.fields(section)
         if field.init
     )
@@ -265,17 +265,14 @@ def _settings(section: type) -> Iterator[Setting]:
             yield dataclasses.replace(setting, path=path, default=default)
 
 
-def _split(annotation: Any, default: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The type, the default and the metadata of an annotation."""
+def _setting_of(field: dataclasses.Field, annotation: Any) -> Setting:
+    facts = ()
     if typing.get_origin(annotation) is typing.Annotated:
-        return annotation.__origin__, default, annotation.__metadata__
-    return annotation, default, ()
-
-
-def _default(field: dataclasses.Field) -> Any:
+        annotation, *facts = typing.get_args(annotation)
+    default = field.default
     if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+        default = field.default_factory()
+    return Setting(field.name, annotation, default, tuple(facts))
 
 
 def check_field(config: object, name: str, good: bool, expected: str) -> None:
