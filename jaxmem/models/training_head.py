@@ -48,8 +48,9 @@ class HeadConfig:
         int | Literal["auto"] | None,
         _CHUNK,
         "fused only: maximum number of tokens whose logits exist at the same time. "
-        '"auto": as many as fit 512 MiB of float32 logits. None: no chunking',
-    ] = 1024
+        '"auto": 1,024, or up to a quarter of the tokens if the width is below 4,096, '
+        "and no more than 1 GiB of float32 logits. None: no chunking",
+    ] = "auto"
     gradient: Annotated[
         tuple[str, int] | tuple[str, int, str] | None,
         'fused only: method of the gradients, see jaxmem.logprobs. ("recompute", B) '

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxmem.base import messages
 from jaxmem.devices import Device
-from jaxmem.head.maths import eight_bits
+from jaxmem.head.maths import checks, eight_bits
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.training_head import HeadConfig
 from jaxmem.planning import accounts, table
@@ -150,10 +150,10 @@ def head_bytes(model: ModelConfig, head: HeadConfig, tokens: int) -> int:
     in 8 bits has a copy of the head besides.
     """
     assert model.vocab_size is not None
-    fused = head.logits == "fused"
-    chunk = head.chunk if fused and isinstance(head.chunk, int) else None
+    chunk = head.chunk if head.logits == "fused" else None
+    chunk = checks.check_chunk(chunk, tokens, model.vocab_size, model.hidden)
     item = jnp.dtype(model.dtype).itemsize
-    logits = (8 + item) * min(tokens, chunk or tokens) * model.vocab_size
+    logits = (8 + item) * min(tokens, chunk) * model.vocab_size
     in_8_bits = head.sample is not None and head.sample.forward == "int8"
     copy = eight_bits.copy_bytes(model.vocab_size, model.hidden) if in_8_bits else 0
     return logits + copy

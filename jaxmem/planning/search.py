@@ -19,7 +19,7 @@ _BEST = 3  # options that are printed
 _COMPILED = 8  # options that are compiled at most
 _SLACK = 1.1  # by how much an estimate may be too large, as in remat.fit
 _FACTORS = (0.5, 1, 2)  # of a micro-batch's tokens
-_CHUNKS = (1024, 4096)
+_CHUNKS = ("auto", 1024)  # besides the config's own
 _POLICIES = (
     "none", "save_attention", "offload_attention", "offload_block", "full",
 )  # fmt: skip
@@ -136,7 +136,9 @@ def _list_options(job, policy, known, base, batches) -> Iterator[Option]:
         device_bytes(full.phase.arguments.get("moments", ()))
     )
     for factor, chunk, offload in itertools.product(
-        _FACTORS, _CHUNKS, (False, True) if can_offload else (False,)
+        _FACTORS,
+        dict.fromkeys((job.config.head.chunk, *_CHUNKS)),
+        (False, True) if can_offload else (False,),
     ):
         if batches[factor] is None:
             continue

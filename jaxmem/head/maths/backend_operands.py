@@ -26,6 +26,11 @@ class Factors(NamedTuple):
         """Columns of the logits, including padding."""
         return self.W.shape[0 if layout == "vd" else 1]
 
+    @property
+    def depth(self) -> int:
+        """Products of a logit."""
+        return self.hidden.shape[1]
+
     def shapes(self, tokens: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Shapes of the operands as given, for `jaxmem.report()`."""
         return {"hidden": (*tokens, self.hidden.shape[-1]), "W": self.W.shape}
@@ -43,6 +48,11 @@ class CallerLogits(NamedTuple):
     def columns(self, layout: Layout | None) -> int:
         """See `Factors.columns`."""
         return self.logits.shape[-1]
+
+    @property
+    def depth(self) -> None:
+        """See `Factors.depth`: there is no product."""
+        return None
 
     def shapes(self, tokens: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """See `Factors.shapes`."""

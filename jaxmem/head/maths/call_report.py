@@ -2,11 +2,16 @@
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from jaxmem.head.maths.gradients import Logits
+
+# Calls with so few tokens or channels take longer in 8 bits than in 16: W's copy and
+# the correction of kept entries outweigh the faster product.
+_FEW_TOKENS, _FEW_CHANNELS = 1024, 640
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +46,25 @@ class TracedCall:
         if self.chunk is None:
             return line
         stored = f"{self.live_logits_bytes / 2**20:.1f} MiB of logits"
+        slower = ""
+        if self.forward == "int8" and self._is_small:
+            slower = (
+                ", which take longer than exact ones for at most "
+                f"{_FEW_TOKENS:,} tokens or {_FEW_CHANNELS} channels"
+            )
         sampled = f", gradients sampled: {self.gradient_samples} entries a token"
         return (
             f"{line}, chunk={self.chunk}, "
             f"{stored if self.live_logits_bytes else 'no logits'}"
             f"{sampled if self.gradient_samples else ''}"
-            f"{_LOGITS[self.forward]}"
+            f"{_LOGITS[self.forward]}{slower}"
         )
+
+    @property
+    def _is_small(self) -> bool:
+        """True if the tokens or the channels of `hidden` are few."""
+        *tokens, channels = self.shapes["hidden"]
+        return math.prod(tokens) <= _FEW_TOKENS or channels <= _FEW_CHANNELS
 
 
 _LOGITS: dict[Logits, str] = {

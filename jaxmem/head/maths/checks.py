@@ -11,7 +11,12 @@ from jax.core import Tracer
 from jaxmem.base import messages, ranges
 from jaxmem.head.maths.spec import Chunk, Layout
 
-AUTO_CHUNK_BYTES = 512 * 2**20  # float32 logits alive at once under chunk="auto"
+# With chunk="auto": below a width of 4,096, a chunk of 1,024 tokens would take so
+# little time that its start is a part of it. The bytes are those of 1,024 tokens with
+# 262,144 columns.
+_AUTO_TOKENS = 1024
+_AUTO_PRODUCTS = 1024 * 4096  # of one column
+AUTO_CHUNK_BYTES = 2**30  # of float32 logits
 
 # XLA on a CPU runs different code for whole groups of rows and for the remainder. Only
 # whole groups make results batch-invariant.
@@ -171,20 +176,22 @@ def check_vocab_size(vocab_size: int | None, columns: int) -> int:
     return int(vocab_size)
 
 
-def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
+def check_chunk(
+    chunk: Chunk, tokens: int, columns: int, depth: int | None = None
+) -> int:
     """Tokens per chunk: at most the number of tokens, rounded up to whole `_ROWS`.
 
-    A number of tokens that is symbolic, as `jax.export` has it, limits none.
+    `chunk` "auto" stands for `auto_chunk`. A number of tokens that is symbolic, as
+    `jax.export` has it, limits none.
     """
     if isinstance(chunk, str) and chunk == "auto":
-        chunk = max(AUTO_CHUNK_BYTES // (4 * columns), 1)
-        chunk = max(chunk // _ROWS * _ROWS, 1)
+        chunk = auto_chunk(tokens, columns, depth)
     elif chunk is not None and (not _is_integer(chunk) or chunk < 1):
         raise ValueError(
             "chunk must be a positive number of tokens, None or 'auto', got "
             f"{brief(chunk)}"
         )
-    if not isinstance(tokens, (int, np.integer)):
+    if not _is_integer(tokens):
         if chunk is None:
             raise ValueError(
                 "chunk must be a number of tokens or 'auto', not None, if the "
@@ -193,6 +200,22 @@ def check_chunk(chunk: Chunk, tokens: int, columns: int) -> int:
         return int(chunk)
     whole = max(-(-tokens // _ROWS), 1) * _ROWS
     return whole if chunk is None else min(int(chunk), whole)
+
+
+def auto_chunk(tokens: int, columns: int, depth: int | None) -> int:
+    """Tokens per chunk that `chunk="auto"` stands for.
+
+        min(max(1024, min(2^22 / depth, tokens / 4)), 2^30 / (4 · columns))
+
+    rounded down to whole `_ROWS`. The columns are the values of a token that exist at
+    once, and `depth` is the number of products of each. Without products, only the
+    bytes limit the chunk. A symbolic number of tokens limits none.
+    """
+    size = AUTO_CHUNK_BYTES // (4 * columns)
+    if depth is not None:
+        share = tokens // 4 if _is_integer(tokens) else size
+        size = min(size, max(_AUTO_TOKENS, min(_AUTO_PRODUCTS // depth, share)))
+    return max(size // _ROWS * _ROWS, 1)
 
 
 def check_softcap(softcap: float | None, name: str = "softcap") -> float | None:

@@ -166,7 +166,7 @@ def spec_of(source: Any, head: Head, outputs, options: CallOptions) -> Spec:
             options, all_columns, facts.get("shards")
         )
         chunk_columns = all_columns  # the bits may not depend on the shards
-    chunk = checks.check_chunk(options.chunk, tokens, chunk_columns)
+    chunk = checks.check_chunk(options.chunk, tokens, chunk_columns, source.depth)
     outputs = tuple(outputs)
     return Spec(columns, vocab_size, chunk, outputs, dtype, head.layout, **facts)
 

@@ -44,7 +44,7 @@ def divergence(
         target: `jaxmem.ForwardKL(of)`, `ReverseKL(of)` or `JSD(of, beta)`, of a
             `jaxmem.Teacher(hidden, head)`, `Columns(ids, logprobs)` or `Drawn(ids)`.
         chunk: tokens whose logits, of both heads, may exist at once; None for all of
-            them; "auto" for as many as fit 512 MiB.
+            them; "auto" as in `logprobs`, with room for the logits of both.
         gradient: as in `logprobs`, with one block. `Sample(k)` keeps at most k entries
             of a token, entry v with probability min(1, k d_v): d is p; for `ForwardKL`
             of a `Teacher` (p + q) / 2; for `Columns` the softmax over all other ids.

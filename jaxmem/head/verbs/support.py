@@ -56,7 +56,7 @@ def support_logprobs(
             negative ids; an id that repeats counts once. With offsets, [M], for any M:
             entries that offsets leave out are ignored.
         chunk: tokens whose columns may exist at once; None for all of them; "auto"
-            for as many as fit 512 MiB in float32.
+            for as many as fit 1 GiB in float32.
         offsets: integers [N + 1] that do not decrease, for N tokens; None for dense
             supports.
         max_ids: with offsets, the most ids that a token may have, a Python integer.

@@ -158,7 +158,7 @@ def _policy_spec(policy, head, reference_columns: int, options) -> Spec:
     spec = arguments.spec_of(policy, head, (), options)
     gradients.facts_of_whole_logits(options.gradient, spec.vocab_size)
     columns, n_tokens = spec.columns + reference_columns, len(policy.hidden)
-    chunk = checks.check_chunk(options.chunk, n_tokens, columns)
+    chunk = checks.check_chunk(options.chunk, n_tokens, columns, policy.depth)
     return dataclasses.replace(spec, chunk=chunk)
 
 

@@ -100,6 +100,48 @@ def test_spellings_of_the_defaults(verb, change):
 
 
 @pytest.mark.parametrize(
+    ("tokens", "depth", "columns", "expected"),
+    [
+        (8192, 4096, 151936, 1024),
+        (8192, 7168, 129280, 1024),
+        (16384, 576, 49152, 4096),  # a quarter of the tokens
+        (32768, 576, 49152, 5456),  # 1 GiB
+        (131072, 576, 32000, 7280),  # 2^22 / 576
+        (16384, 1024, 151936, 1760),  # 1 GiB
+        (16384, 640, 262144, 1024),
+        (16384, 640, 2**20, 256),  # 1 GiB, although the chunk is short
+        (2048, 576, 49152, 1024),
+        (100, 576, 49152, 112),  # all tokens
+        (16384, None, 32768, 8192),  # from logits, 1 GiB
+    ],
+)
+def test_auto_chunk_by_shape(tokens, depth, columns, expected):
+    assert checks.check_chunk("auto", tokens, columns, depth) == expected
+
+
+def test_auto_chunk_of_calls():
+    def chunk_of(verb, *shapes):
+        with jaxmem.report() as calls:
+            structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+            labels = jax.ShapeDtypeStruct(shapes[0][:-1], jnp.int32)
+            run = functools.partial(verb, chunk="auto")
+            jax.eval_shape(run, *structs, labels)
+        return calls.calls[0].chunk
+
+    assert chunk_of(jaxmem.logprobs, (2, 8192, 512), (1024, 512)) == 4096
+    assert chunk_of(jaxmem.logprobs_from_logits, (2, 8192, 1024)) == 16384
+    hidden, W = np.ones((16384, 512), "f4"), np.ones((65536, 512), "f4")
+    teacher = jaxmem.Teacher(np.ones((16384, 8), "f4"), np.ones((65536, 8), "f4"))
+    with jaxmem.report() as calls:
+        jax.eval_shape(
+            lambda: jaxmem.divergence(
+                hidden, W, jaxmem.ForwardKL(teacher), chunk="auto"
+            )
+        )
+    assert calls.calls[0].chunk == 2048  # 1 GiB of both heads' logits
+
+
+@pytest.mark.parametrize(
     "softcap", [30, np.float32(30), np.array(30.0), "jax"], ids=str
 )
 def test_softcap_may_be_any_number(softcap):

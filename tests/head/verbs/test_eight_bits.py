@@ -1,5 +1,6 @@
 """Sample(k, forward="int8"): logits in 8 bits, corrected by entries that are kept."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ import pytest
 import jaxmem
 from jaxmem import Sample
 from jaxmem.head.maths import eight_bits
+from jaxmem.head.maths.call_report import TracedCall
 from jaxmem.head.maths.column_sampling import token_keys
 from tests.helpers import oracle
 from tests.helpers.cases import Case, slow
@@ -333,3 +335,18 @@ def test_report_names_logits_in_8_bits():
         run = functools.partial(jaxmem.logprobs, gradient=INT8, key=KEY)
         jax.eval_shape(run, h, W, y)
     assert "16 entries a token, logits in int8" in str(calls.calls[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "is_small"),
+    [(1024, 4096, True), (1025, 4096, False), (4096, 640, True), (4096, 641, False)],
+)
+def test_report_names_calls_that_8_bits_slow_down(tokens, channels, is_small):
+    shapes = {"hidden": (2, tokens // 2, channels), "W": (9, channels)}
+    if tokens % 2:
+        shapes["hidden"] = (tokens, channels)
+    call = TracedCall("logprobs", shapes, "xla", "", 64, 0, 16, "int8")
+    said = "logits in int8, which take longer than exact ones for at most 1,024 tokens"
+    assert (said in str(call)) == is_small
+    exact = dataclasses.replace(call, forward="exact")
+    assert "longer" not in str(exact)

@@ -181,4 +181,4 @@ def test_support_auto_chunk_counts_columns():
     assert selected.live_logits_bytes == 4 * 64 * 1024
     with jaxmem.report() as calls:
         jax.eval_shape(total("support", "auto"), *shapes(4096, 2048, 1024, 1024))
-    assert calls.calls[0].chunk == 64  # 512 MiB
+    assert calls.calls[0].chunk == 128  # 1 GiB
