@@ -142,3 +142,65 @@ def test_problems_of_gpu_left_out(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     (problem,) = problems(driver="580.1")
     assert "JAX_PLATFORMS=cpu leaves it out" in problem
+
+
+# ------------------------------------------------------------- who assembles kernels
+
+
+class _Library:
+    """A stand-in of nvJitLink, which writes its version to two pointers."""
+
+    def __init__(self, version, status=0):
+        def read(*pointers):
+            for pointer, number in zip(pointers, version, strict=True):
+                pointer._obj.value = number
+            return status
+
+        self.nvJitLinkVersion = read
+
+
+@pytest.fixture
+def a_gpu(monkeypatch, gpu_with_kernels):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def assembler(monkeypatch, libraries, jax="0.12.0.1", plugin="jax-cuda13-plugin"):
+    def load(path):
+        if path not in libraries:
+            raise OSError(path)
+        return libraries[path]
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
+    return doctor.assembler({"jax": jax}, {plugin: jax})
+
+
+def test_assembler_is_nvjitlink_where_jax_loads_it(monkeypatch, a_gpu):
+    cuda13 = {"libnvJitLink.so.13": _Library((13, 4))}
+    said = assembler(monkeypatch, cuda13)
+    assert said.startswith("nvJitLink 13.4: ") and "nvidia-nvjitlink, ptxas" in said
+    assert assembler(monkeypatch, cuda13, plugin="jax-cuda12-plugin") == "ptxas"
+    assert assembler(monkeypatch, cuda13, jax="0.11.2") == "ptxas"
+    assert assembler(monkeypatch, {}) == "ptxas"
+    for library in (_Library((12, 4)), _Library((13, 4), status=1), object()):
+        assert assembler(monkeypatch, {"libnvJitLink.so.13": library}) == "ptxas"
+
+
+def test_assembler_is_found_in_an_installed_package(monkeypatch, a_gpu, tmp_path):
+    package = tmp_path / "nvidia_nvjitlink-13.4.92.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: nvidia-nvjitlink\nVersion: 13.4.92\n")
+    (package / "RECORD").write_text("nvidia/cu13/lib/libnvJitLink.so.13,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "nvidia/cu13/lib/libnvJitLink.so.13"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    said = assembler(monkeypatch, {str(path): _Library((12, 5))})
+    assert said.startswith("nvJitLink 12.5: ")
+
+
+def test_assembler_is_not_printed_without_kernels(capsys, monkeypatch):
+    assert assembler(monkeypatch, {"libnvJitLink.so.13": _Library((13, 4))}) == ""
+    checkup = doctor.check()
+    assert "assembler" not in doctor.text(checkup)
+    told = doctor.dataclasses.replace(checkup, assembler="ptxas")
+    assert "\nassembler    ptxas\n" in doctor.text(told)

@@ -1,5 +1,6 @@
 """The command `jaxmem doctor`: what jax finds on this machine, and known problems."""
 
+import ctypes
 import dataclasses
 import functools
 import glob
@@ -10,7 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ _VARIABLES = (
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 _DRIVER = Path("/proc/driver/nvidia/version")
+# From this jax on, nvJitLink of this version or newer assembles kernels, not ptxas.
+_JAX_WITH_NVJITLINK, _NVJITLINK = (0, 12), (12, 5)
+_OF_NVJITLINK = "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"
 # Shapes of a call that the faster backend supports wherever it runs.
 _HEAD = (8192, 4096, 128256)
 
@@ -58,6 +62,7 @@ class Checkup:
     driver: str  # version of the NVIDIA driver; empty if there is none
     devices: tuple[str, ...]  # one line per device
     head: str  # the backend that runs a large head here, and why
+    assembler: str  # of kernels on this GPU, and its cost; empty if it has no kernels
     # device of `jaxmem plan` to what its compiler lacks; empty if nothing
     compilers: Mapping[str, str]
     caches: Mapping[str, str]  # where compiled programs and vocabularies are cached
@@ -87,6 +92,7 @@ def check() -> Checkup:
         driver(),
         tuple(map(_describe_device, jax.local_devices())),
         _head_backend(),
+        assembler(versions, plugins),
         {
             name: devices.compiler_missing(device)
             for name, device in devices.known().items()
@@ -220,6 +226,48 @@ def _head_backend() -> str:
     return f"{call.implementation}: {call.why}"
 
 
+def assembler(versions: Mapping[str, str], plugins: Mapping[str, str]) -> str:
+    """The program that assembles kernels here, and its cost; empty without kernels."""
+    if jax.default_backend() != "gpu" or not devices.has_mosaic():
+        return ""
+    version = _nvjitlink_version(plugins)
+    is_older_jax = _parse_release(versions["jax"]) < _JAX_WITH_NVJITLINK
+    if is_older_jax or version is None or version < _NVJITLINK:
+        return "ptxas"
+    return (
+        f"nvJitLink {'.'.join(map(str, version))}: sampled gradients with logits in 8 "
+        "bits take longer than with ptxas, other kernels do not; without the package "
+        "nvidia-nvjitlink, ptxas assembles them (docs/kernels.md)"
+    )
+
+
+def _nvjitlink_version(plugins: Mapping[str, str]) -> tuple[int, int] | None:
+    """Version of the library nvJitLink that jax's plugin can load; None without one."""
+    for name in plugins:
+        if (cuda := re.fullmatch(r"jax-cuda(\d+)-plugin", name)) is None:
+            continue
+        library = f"libnvJitLink.so.{cuda[1]}"
+        for path in (library, *_installed_files(_OF_NVJITLINK, library)):
+            try:
+                of_library = ctypes.CDLL(path).nvJitLinkVersion
+            except (OSError, AttributeError):
+                continue
+            major, minor = ctypes.c_uint(), ctypes.c_uint()
+            if of_library(ctypes.byref(major), ctypes.byref(minor)) == 0:
+                return major.value, minor.value
+    return None
+
+
+def _installed_files(packages: Iterable[str], name: str) -> Iterator[str]:
+    """Paths of the files of that name that installed packages contain."""
+    for package in packages:
+        try:
+            files = importlib.metadata.files(package) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        yield from (str(file.locate()) for file in files if file.name == name)
+
+
 def _cache_sizes() -> dict[str, str]:
     compiled = jax.config.jax_compilation_cache_dir
     kept = caches.candidates()
@@ -244,6 +292,7 @@ def text(checkup: Checkup) -> str:
         f"driver       {checkup.driver or 'none of NVIDIA'}",
         *(f"device       {line}" for line in checkup.devices),
         f"head         {checkup.head}",
+        *([f"assembler    {checkup.assembler}"] if checkup.assembler else []),
         *(f"{'cache':12s} {name}: {line}" for name, line in checkup.caches.items()),
         f"environment  {_join_variables(checkup.environment) or 'none set'}",
     ]
