@@ -742,9 +742,15 @@ def test_evaluations_of_an_older_version_start_from_the_best_one(run, monkeypatc
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"patience": 3}, "EvalConfig.patience=3 is for evaluations during training, and "),
+        (
+            {"patience": 3},
+            "EvalConfig.patience=3 is for evaluations during training, and ",
+        ),
         ({"samples": 4}, "EvalConfig.samples=4 is for evaluations during training"),
-        ({"min_delta": 0.1}, "EvalConfig.min_delta=0.1 has no effect without eval.patience"),
+        (
+            {"min_delta": 0.1},
+            "EvalConfig.min_delta=0.1 has no effect without eval.patience",
+        ),
         ({"every": 5, "patience": 0}, "EvalConfig.patience must be at least 1, or No"),
         ({"every": 5, "patience": 1, "min_delta": -1.0}, "min_delta must be at least"),
     ],
