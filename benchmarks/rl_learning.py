@@ -132,7 +132,12 @@ def _fraction(config, share, draw, seed, overrides) -> list[dict]:
         history, _, (_, cpu) = run_grpo.train(config, given)
     facts = {"config": config, "token_fraction": share, "draw": draw, "seed": seed}
     facts |= {"run_cpu_seconds": round(cpu)}
-    return [*some_steps(history, facts, FRACTIONS, 10)]
+    rows = [*some_steps(history, facts, FRACTIONS, 10)]
+    rewards = np.array([step.reward for step in history])
+    for row in rows:  # over the 50 rollouts that end with this one
+        last = rewards[max(row["step"] - 50, 0) : row["step"]]
+        row["mean_reward"] = run_grpo.rounded(last.mean())
+    return rows
 
 
 HEADS = {
