@@ -205,31 +205,37 @@ def limited(
 def measure(
     groups: list[drafting.Group], ks: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Columns of each pool and k."""
+    """Columns of each k, of all pools."""
     lengths = [len(row) for group in groups for row in group.rows]
-    for pool in drafting.POOLS:
-        by_group = [
+    drafts = {
+        pool: [
             [
                 drafting.drafts(drafting.pool(group, i, pool), max(ks))
                 for i in range(len(group.rows))
             ]
             for group in groups
         ]
-        for k in ks:
+        for pool in drafting.POOLS
+    }
+    tokens = sum(lengths), sum(max(len(row) for row in each.rows) for each in groups)
+    for k in ks:
+        columns = {
+            "prompts": len(groups),
+            "completions": len(lengths),
+            "completion_tokens": round(float(np.mean(lengths)), 1),
+            "k": k,
+        }
+        for pool, by_group in drafts.items():
             taken = [[drafting.steps(row, k) for row in rows] for rows in by_group]
             every = [each for rows in taken for each in rows]
             steps = sum(each.steps for each in every)
             drafted = sum(each.drafted for each in every)
+            accepted = sum(each.accepted for each in every)
             longest = sum(max(each.steps for each in rows) for rows in taken)
-            tokens = sum(max(len(row) for row in group.rows) for group in groups)
-            yield {
-                "prompts": len(groups),
-                "completions": len(lengths),
-                "completion_tokens": round(float(np.mean(lengths)), 1),
-                "pool": pool,
-                "k": k,
-                "tokens_per_step": round(sum(lengths) / steps, 3),
-                "longest_per_step": round(tokens / longest, 3),
-                "drafted": round(drafted / steps, 3),
-                "accepted": round(sum(x.accepted for x in every) / max(drafted, 1), 3),
+            columns |= {
+                pool: round(tokens[0] / steps, 3),
+                f"{pool}_longest": round(tokens[1] / longest, 3),
+                f"{pool}_drafted": round(drafted / steps, 3),
+                f"{pool}_accepted": round(accepted / max(drafted, 1), 3),
             }
+        yield columns

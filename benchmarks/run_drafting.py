@@ -1,44 +1,38 @@
-"""Drafts from text: tokens of a step by public records, and seconds of a step by width.
+"""Tokens of a step that verifies drafts from text, by public records of completions.
 
-    python -m benchmarks.run_drafting widths --trace 5
     python -m benchmarks.run_drafting replay rl_math --clones FOLDER --tokenizer FILE
     python -m benchmarks.run_drafting replay FILE.jsonl
+    python -m benchmarks.run_drafting gains
 
 `replay` decodes recorded completions again, with drafts of k tokens from each pool of
 `drafting`. A set is one of `drafting_sets.SETS`, read from clones of public
 repositories in folders OWNER/NAME, or a JSONL file whose lines have "prompt" and
 "completions", as lists of tokens, maybe "earlier" completions, and with a tokenizer as
-texts. Columns:
+texts. Columns, of each pool:
 
-    tokens_per_step    tokens of all rows by the verifications that they take; each adds
-                       the accepted tokens of a draft and one of its own
-    longest_per_step   the same, of each group's tokens in the row that takes the most
-                       steps: rows that start together wait for it
-    drafted, accepted  tokens of drafts in a step, and the accepted share of these
+    own, beside, ..    tokens of all rows by the steps that they take; each adds the
+                       accepted tokens of a draft and one of its own
+    own_longest, ..    the longest completion of each group by the most steps of one of
+                       its rows: rows that start together wait for the last one
+    own_drafted, ..    tokens of drafts in a step
+    own_accepted, ..   the accepted share of these
 
-`widths` measures a step that verifies drafts, `drafting_widths`, at Qwen3-8B's
-dimensions with random weights in bfloat16. Columns:
-
-    step_ms            median of the steps' parts, each of `part` steps
-    over_one           by that of today's sampler, with one token a row
-    read_gb, tb_per_s  what a step must read: weights, and slots that are filled halfway
-    product_tflop      operations of its products with matrices, the head's included
+`gains` divides these tokens by the time of a step of so many tokens, in those of a step
+of one: so much faster would a rollout be, without the search for drafts.
 """
 
 import argparse
 import inspect
 import pathlib
 
-from benchmarks import drafting_sets, results
+from benchmarks import drafting, drafting_sets, results
 
-KS = 1, 2, 4, 8
-REPLAYED = "set", "completion_tokens", "pool", "k", "tokenizer"
-WIDTHS = "width", "slots_of", "rows", "prompt", "overrides", "device"
-CONFIG = pathlib.Path(__file__).parent.parent / "configs/grpo_qwen3_8b_h200.gin"
+KS = 1, 2, 3, 4, 7, 8
+REPLAYED = "set", "k", "tokenizer", "most_tokens", "least_mean_tokens"
 
 
 def replay(args: argparse.Namespace) -> None:
-    """Write a row for each set, pool and k."""
+    """Write a row for each set and k."""
     encode, tokenizer = drafting_sets.encoder(args.tokenizer)
     for name in args.sets:
         groups, columns = drafting_sets.read(name, args.clones, encode)
@@ -49,27 +43,28 @@ def replay(args: argparse.Namespace) -> None:
         for row in drafting_sets.measure(groups, KS):
             row = {**columns, **row, "date": results.today()}
             print(row, flush=True)
-            keys = *REPLAYED, "most_tokens", "least_mean_tokens"
-            results.merge(args.out, [row], keys)
+            results.merge(args.out, [row], REPLAYED)
 
 
-def widths(args: argparse.Namespace) -> None:
-    """Write a row for each variant, and those of its trace."""
-    from benchmarks import drafting_widths  # jax is slow to import
-
-    args.prompt, args.width = args.prompt or [512], args.width or [1, 2, 4, 5, 8]
-    args.trace, out = args.trace or [], results.in_folder(args.out)
-    for row, kernels in drafting_widths.run(args):
-        row["overrides"] = " ".join(args.overrides)
-        print(row, flush=True)
-        results.merge(out, [row], WIDTHS)
-        for kernel in kernels:
-            print("   ", *kernel.values(), flush=True)
-        if kernels:
-            same = {key: row[key] for key in (*WIDTHS, "step_ms", "jax", "date")}
-            path = out.with_name(f"{out.stem}_trace.csv")
-            rows = [{**same, **kernel} for kernel in kernels]
-            results.merge(path, rows, (*WIDTHS, "class", "kernel"))
+def gains(args: argparse.Namespace) -> None:
+    """Write how much faster a rollout would be, by set, pool and width of a step."""
+    over = {
+        int(row["width"]): float(row["over_one"])
+        for row in results.read(args.widths)
+        if (row["slots_of"], row["prompt"]) == ("row", "512") and row["width"] != "1"
+    }
+    rows: dict[tuple, dict] = {}
+    for row in results.read(args.replay):
+        width = 1 + int(row["k"])
+        if width not in over:
+            continue
+        for pool in drafting.POOLS:
+            same = {name: row[name] for name in ("set", *REPLAYED[2:])}
+            same |= {"completion_tokens": row["completion_tokens"], "pool": pool}
+            made = rows.setdefault(tuple(same.values()), same)
+            made[f"width_{width}"] = round(float(row[pool]) / over[width], 3)
+    made = [row | {"date": results.today()} for row in rows.values()]
+    print("wrote", results.save(args.out, made))
 
 
 def main(arguments=None):
@@ -87,17 +82,11 @@ def main(arguments=None):
     part.add_argument("--least", type=int, help="mean tokens of a group that is taken")
     part.add_argument("--groups", type=int, help="that are taken, of the first")
     part.add_argument("--out", default="drafting_replay.csv")
-    part = parts.add_parser("widths")
-    part.set_defaults(run=widths)
-    part.add_argument("overrides", nargs="*", metavar="section.field=value")
-    part.add_argument("--config", type=pathlib.Path, default=CONFIG)
-    part.add_argument("--rows", type=int, default=64)
-    for name, help in (("prompt", "tokens"), ("width", "tokens"), ("trace", "a width")):
-        part.add_argument(f"--{name}", type=int, action="append", help=help)
-    part.add_argument("--part", type=int, default=16, help="steps between two waits")
-    part.add_argument("--parts", type=int, default=6, help="after one that warms up")
-    part.add_argument("--seconds", type=float, default=110, help="to start one more")
-    part.add_argument("--out", default="drafting_widths_h200.csv")
+    part = parts.add_parser("gains")
+    part.set_defaults(run=gains)
+    part.add_argument("--replay", default="drafting_replay.csv")
+    part.add_argument("--widths", default="drafting_widths_h200.csv")
+    part.add_argument("--out", default="drafting_gains_h200.csv")
     args = parser.parse_args(arguments)
     args.run(args)
 

@@ -1,4 +1,4 @@
-"""Replayed drafts against a plain search, and both commands at tiny sizes."""
+"""Replayed drafts against a plain search, and both commands on small files."""
 
 import json
 
@@ -6,11 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks import drafting, drafting_sets, results, run_drafting
-
-TINY = [
-    "model.layers=1", "model.hidden=16", "model.ff=24", "model.heads=2",
-    "model.kv_heads=1", "model.head_dim=8", "model.vocab_size=300",
-]  # fmt: skip
 
 
 def random_group(seed, earlier=False):
@@ -106,14 +101,11 @@ def test_replay_of_a_file(tmp_path, capsys):
     file, out = tmp_path / "rows.jsonl", tmp_path / "out.csv"
     file.write_text("\n".join(map(json.dumps, rows)))
     run_drafting.main(["replay", str(file), "--out", str(out), "--limit", "7"])
-    made = {(row["pool"], row["k"]): row for row in results.read(out)}
-    assert len(made) == len(drafting.POOLS) * len(run_drafting.KS)
-    first = made["own", "1"]
-    assert (first["completions"], first["tokenizer"]) == ("4", "words")
-    assert float(made["group", "4"]["tokens_per_step"]) > 1.2
-    assert float(made["epoch", "8"]["tokens_per_step"]) > float(
-        first["tokens_per_step"]
-    )
+    made = {int(row["k"]): row for row in results.read(out)}
+    assert tuple(made) == run_drafting.KS
+    assert (made[1]["completions"], made[1]["tokenizer"]) == ("4", "words")
+    assert float(made[4]["group"]) > 1.2 > float(made[1]["own"])
+    assert float(made[8]["epoch"]) > float(made[1]["epoch_longest"])
     with pytest.raises(
         SystemExit, match="clone of QwenLM/Qwen2.5-Math: name the folder"
     ):
@@ -127,19 +119,22 @@ def test_sets_have_names_and_files():
         )
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("quick_compilation")
-def test_widths(tmp_path):
-    out = tmp_path / "widths.csv"
-    sizes = [
-        "--rows=2",
-        "--part=2",
-        "--parts=2",
-        "--prompt=8",
-        "--width=1",
-        "--width=5",
+def test_gains_of_widths(tmp_path):
+    replay, widths, out = (tmp_path / f"{name}.csv" for name in ("r", "w", "out"))
+    columns = dict(set="a", tokenizer="t", most_tokens="", least_mean_tokens="")
+    columns |= dict(completion_tokens=5, own=1.2, beside=1.5, group=2.0, epoch=3.0)
+    results.save(replay, [columns | {"k": k} for k in (1, 2)])
+    step = dict(slots_of="row", prompt=512)
+    steps = [
+        step | dict(width=1, over_one=0.9),
+        step | dict(width=2, over_one=1.2),
+        step | dict(width=2, over_one=9, slots_of="shared"),
     ]
-    run_drafting.main(["widths", f"--out={out}", *sizes, *TINY])
-    made = [(row["width"], row["slots_of"]) for row in results.read(out)]
-    assert made == [("1", "shared"), ("1", "row"), ("5", "row"), ("5", "shared")]
-    assert all(float(row["over_one"]) > 0 for row in results.read(out))
+    results.save(widths, steps)
+    paths = dict(replay=replay, widths=widths, out=out)
+    run_drafting.main(["gains", *(f"--{name}={path}" for name, path in paths.items())])
+    made = {row["pool"]: row for row in results.read(out)}
+    assert [made[pool]["width_2"] for pool in drafting.POOLS] == [
+        "1.0", "1.25", "1.667", "2.5",
+    ]  # fmt: skip
+    assert "width_3" not in made["own"]
