@@ -439,71 +439,14 @@ class Decoder(nnx.Module):
         Returns:
             As `extend`.
         """
-        tokens = jnp.asarray(tokens)[:, None]
+        config, tokens = self.config, jnp.asarray(tokens)[:, None]
         live = jnp.ones(len(tokens), bool) if live is None else live
         cache = rereading.longer(self, cache, tokens, live.astype(jnp.int32))
-        hidden, cache = self._decode_tokens(tokens, cache, live, unroll)
-        return hidden[:, 0], cache
-
-    def decode_several(
-        self, tokens: Ids, cache: kv_cache.Cache, live: jax.Array | None = None, *,
-        unroll: bool = False,
-    ) -> tuple[jax.Array, kv_cache.Cache]:  # fmt: skip
-        """`decode` of M tokens per row at once, such as drafts.
-
-        `kv_cache.shortened` takes back those that were drafted in vain.
-
-        Args:
-            tokens: [B, M] ids.
-            cache: as in `decode`; maybe with a slot for each row, `kv_cache.by_row`.
-            live: as in `decode`, for all tokens of a row.
-            unroll: as in `decode`.
-
-        Returns:
-            Hidden states [B, M, hidden] of all tokens, NaN in a row whose slots do not
-            have room for its tokens, and the cache.
-
-        Raises:
-            ValueError: a layer reads one token at a time, or rotations change with the
-                length of a row.
-        """
-        self.check_several()
-        live = jnp.ones(len(tokens), bool) if live is None else live
-        return self._decode_tokens(jnp.asarray(tokens), cache, live, unroll)
-
-    def check_several(self) -> None:
-        """Raise a ValueError unless `decode_several` supports the model."""
-        config = self.config
-        kinds = {stack.config.mixers[0] for stack in structure.stacks(config).values()}
-        for kind in sorted(kinds):
-            if not layers.MIXERS[kind].reads_several:
-                raise ValueError(
-                    f"layers with the mixer {kind!r} cannot take back drafted tokens"
-                )
-        if config.rope.long_factors is not None:
-            raise ValueError(
-                "a model with model.rope.long_factors cannot take back drafted tokens, "
-                "as it reads rows again that become long"
-            )
-
-    def _decode_tokens(self, tokens, cache, live, unroll):
-        """Hidden states [B, M, hidden] of further tokens [B, M], and the cache."""
-        config, count = self.config, tokens.shape[1]
-        positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)
+        positions = cache.lengths[:, None]
         x = embedding.look_up(self, tokens, positions)
 
-        def visible(kind: str) -> kv_cache.Seen:
-            if count > 1 and config.self_attn.window is None:
-                return kv_cache.Seen(cache.filled[:, None])
-            visible = window(config, kind, positions)
-            seen = kv_cache.Seen(cache.seen_from(positions, visible))
-            if count == 1:
-                return seen
-            distance = positions[:, :, None] - positions[:, None]
-            new = distance >= 0
-            if visible is not None:
-                new = new & (distance < jnp.asarray(visible)[..., None])
-            return seen._replace(new=new)
+        def visible(kind: str) -> jax.Array:
+            return cache.seen(window(config, kind, positions))
 
         sight = sights(config, positions, by_kind(config, visible), positions + 1)
         inputs = self._layer_inputs(tokens, x)
@@ -521,11 +464,9 @@ class Decoder(nnx.Module):
             x, inputs, records, self._shared_by_stack, run_block, unroll
         )
         states = self._grow_states(cache, added, live)
-        fits = cache.slot + count <= cache.max_length
-        fits = fits[:, None, None] if fits.ndim else fits
-        hidden = jnp.where(fits, self._final_norm(x), jnp.nan)
-        read = live.astype(jnp.int32) * count
-        return hidden, kv_cache.advance(cache, states, read, count, routes, tokens)
+        fits, read = cache.slot < cache.max_length, live.astype(jnp.int32)
+        hidden = jnp.where(fits, self._final_norm(x)[:, 0], jnp.nan)
+        return hidden, kv_cache.advance(cache, states, read, 1, routes, tokens)
 
     def _shared_by_stack(self, stack: structure.Stack, new: dict[str, Any]) -> Any:
         """Arrays for `decode` of all layers of a stack, maybe keys of the new token."""

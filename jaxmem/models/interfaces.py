@@ -23,8 +23,6 @@ class Mixer(nnx.Module):
     [B, ...]; the cache has those of a stack of layers on a leading axis.
     """
 
-    reads_several = False  # whether `decode` reads more tokens than one of each row
-
     @property
     def readers(self) -> Sequence[Any]:
         """Modules that read the normalised residual stream [B, T, hidden]."""
@@ -54,13 +52,10 @@ class Mixer(nnx.Module):
         return ()
 
     def decode(
-        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached,
-        seen: kv_cache.Seen, shared: Any,
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen: jax.Array,
+        shared: Any,
     ) -> tuple[jax.Array, Any]:  # fmt: skip
-        """[B, M, hidden] from the next tokens' normalised x, and what `grow` adds.
-
-        M is 1 unless `reads_several`.
-        """
+        """[B, 1, hidden] from the next token's normalised x, and what `grow` adds."""
         raise NotImplementedError
 
     @staticmethod

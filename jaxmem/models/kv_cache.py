@@ -5,12 +5,10 @@ same slot. A row's prompt fills its first slots, and generated tokens follow the
 prompt; the slots between are masked, and so are those of rows that have ended. Keys are
 stored after the rotation, so a slot need not equal a position, and a step is one
 in-place update without a scatter. Rows that are replaced by others start while others
-go on: `wrapped` then reuses slots. Rows that read different numbers of tokens in a step
-each have a slot of their own instead (`by_row`), and a step scatters.
+go on: `wrapped` then reuses slots.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -44,13 +42,6 @@ class Cached(NamedTuple):
         return jax.tree.map(lambda x: x[self.index], self.layers)
 
 
-class Seen(NamedTuple):
-    """The tokens that M new ones of each row attend to."""
-
-    cached: jax.Array  # [B, M or 1, T] bool, by the slots of those before them
-    new: jax.Array | None = None  # [B, M, M] bool, of the new ones; None: no later ones
-
-
 class Cache(NamedTuple):
     """The decoder's state after the tokens that it has processed.
 
@@ -61,8 +52,7 @@ class Cache(NamedTuple):
     layers: dict[str, Any]  # the states of each stack of layers, by its name
     positions: jax.Array  # [B, T] int32 of the row's token in a slot; -1: none
     lengths: jax.Array  # [B] int32, tokens per row; the position of the next token
-    # int32 slot of the next token: a scalar for all rows, or [B] of each, see `by_row`
-    slot: jax.Array
+    slot: jax.Array  # int32 scalar, the slot of the next token in every row
     # of the tokens in slots, as in `models.route_records`; None: they are not recorded
     routes: jax.Array | None = None
     tokens: jax.Array | None = None  # [B, T] in slots, of `models.rereading`
@@ -77,13 +67,17 @@ class Cache(NamedTuple):
         """The slots that hold a token of the row, [B, T] bool."""
         return self.positions >= 0
 
+    def seen(self, window: jax.Array | int | None = None) -> jax.Array:
+        """The slots that the next token attends to, [B, T] bool.
+
+        The window of local layers, or [B, 1] of each row, includes the next token.
+        """
+        return self.seen_from(self.lengths[:, None], window)[:, 0]
+
     def seen_from(
         self, positions: jax.Array, window: jax.Array | int | None = None
     ) -> jax.Array:
-        """The slots that later tokens at positions [B, M] attend to, [B, M, T] bool.
-
-        The window of local layers, or [B, M] of each token, includes the token.
-        """
+        """`seen`, [B, M, T] bool, of later tokens at positions [B, M]."""
         filled = jnp.broadcast_to(
             self.filled[:, None], (*positions.shape, self.max_length)
         )
@@ -179,27 +173,6 @@ def wrapped(cache: Cache, width: int) -> Cache:
     return cache._replace(slot=jnp.where(full, width, cache.slot))
 
 
-def by_row(cache: Cache) -> Cache:
-    """The cache of prompts with a slot for each row: tokens follow on its prompt.
-
-    A row's tokens then have the slots of their positions.
-    """
-    return cache._replace(slot=cache.lengths)
-
-
-def shortened(cache: Cache, lengths: jax.Array) -> Cache:
-    """The cache after the first `lengths` [B] tokens of each row; others are masked.
-
-    With a slot for each row, the next tokens take the slots of the masked ones.
-    """
-    dropped = cache.lengths - lengths
-    return cache._replace(
-        positions=jnp.where(cache.positions < lengths[:, None], cache.positions, -1),
-        lengths=lengths,
-        slot=cache.slot - dropped if cache.slot.ndim else cache.slot,
-    )
-
-
 def layer_of(keys: jax.Array, values: jax.Array, max_length: int) -> Layer:
     """Keys and values [B, T, kv_heads, head_dim] in the layout of a cache, padded."""
     unused = [(0, 0), (0, 0), (0, max_length - keys.shape[1]), (0, 0)]
@@ -212,29 +185,9 @@ def append(states: Layer, added: Layer, slot: jax.Array, live: jax.Array) -> Lay
     Tokens of rows that are not live are masked by their positions.
     """
     del live
-    put = _put_by_row if slot.ndim else _put_at_slot
     both = zip(states, added, strict=True)
-    return Layer(*(put(cached, new, slot) for cached, new in both))
-
-
-def _put_at_slot(cached: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(cached, new, slot, axis=-2)
-
-
-def _put_by_row(cached: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """States [layers, B, heads, T, width] with new ones [..., M, width] from `slots`.
-
-    Those beyond the last slot are dropped.
-    """
-    # Indices of one axis: XLA would transpose the whole cache for others.
-    *outer, room, width = cached.shape
-    slots = slots[:, None] + jnp.arange(new.shape[-2], dtype=jnp.int32)  # [B, M]
-    matrices = jnp.arange(math.prod(outer), dtype=jnp.int32).reshape(*outer, 1)
-    index = slots[:, None] + matrices * room
-    index = jnp.where(slots[:, None] < room, index, matrices.size * room)
-    flat = cached.reshape(-1, width).at[index.reshape(-1)]
-    put = flat.set(new.reshape(-1, width), mode="drop", unique_indices=True)
-    return put.reshape(cached.shape)
+    put = lax.dynamic_update_slice_in_dim
+    return Layer(*(put(cached, new, slot, axis=-2) for cached, new in both))
 
 
 def after(before: Layer, keys: jax.Array, values: jax.Array) -> list[jax.Array]:
@@ -264,16 +217,12 @@ def advance(
     offsets = jnp.arange(width, dtype=jnp.int32)
     positions = cache.lengths[:, None] + offsets
     positions = jnp.where(offsets < lengths[:, None], positions, -1)
-    by_row = cache.slot.ndim == 1
-    slot = cache.slot + (lengths if by_row else width)
+    slot = cache.slot + width
 
     def put(old: Any, new: Any) -> Any:
         if old is None or new is None:
             return old
-        if not by_row:
-            return lax.dynamic_update_slice_in_dim(old, new, cache.slot, axis=1)
-        rows = jnp.arange(len(old))[:, None]
-        return old.at[rows, cache.slot[:, None] + offsets].set(new, mode="drop")
+        return lax.dynamic_update_slice_in_dim(old, new, cache.slot, axis=1)
 
     return Cache(
         layers,
@@ -299,102 +248,75 @@ def by_position(cache: Cache, recorded: jax.Array) -> jax.Array:
 
 
 def attend_in_place(
-    query: jax.Array, new: Layer, cached: Cached, seen: Seen, *,
+    query: jax.Array, token: Layer, cached: Cached, seen: jax.Array, *,
     scale: float, softcap: float | None = None, sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
     """`attend` of a layer, on one GPU in 16 bits by a kernel that reads it in place."""
     # XLA cannot partition a kernel: on a mesh, every device would need all rows.
     on_one_gpu = devices.backend() == "gpu" and partitioning.current() is None
     plain = functools.partial(attend, scale=scale, softcap=softcap, sinks=sinks)
-    # The kernel has one mask for all new tokens of a row.
-    one_mask = seen.cached.shape[1] == 1 and seen.new is None
-    if not (on_one_gpu and devices.has_wgmma() and one_mask and sinks is None):
-        return plain(query, new, cached.layer, seen)
+    if not (on_one_gpu and devices.has_wgmma() and sinks is None):
+        return plain(query, token, cached.layer, seen)
     from jaxmem.models.kernels import cached_attention  # Pallas takes a while to import
 
-    grouped = _by_head(query, new.keys.shape[1])
+    batch, _, _, width = query.shape
+    grouped = query.reshape(batch, token.keys.shape[1], -1, width)
     if not cached_attention.supports(grouped, cached.layers.keys):
-        return plain(query, new, cached.layer, seen)
-    location = cached_attention.Place(cached.index, seen.cached[:, 0])
+        return plain(query, token, cached.layer, seen)
+    own = token.keys[:, :, 0], token.values[:, :, 0]
+    location = cached_attention.Place(cached.index, seen)
     mixed = cached_attention.attend(
-        grouped,
-        (new.keys, new.values),
-        cached.layers,
-        location,
-        scale=scale,
-        softcap=softcap,
+        grouped, own, cached.layers, location, scale=scale, softcap=softcap
     )
-    return _by_token(mixed, query.shape)
-
-
-def _by_head(query: jax.Array, kv_heads: int) -> jax.Array:
-    """Queries [B, M, heads, head_dim] as [B, kv_heads, M · group, head_dim].
-
-    Those of one key-value head become rows of one matrix, so keys are not copied.
-    """
-    batch, tokens, _, width = query.shape
-    grouped = query.reshape(batch, tokens, kv_heads, -1, width).swapaxes(1, 2)
-    return grouped.reshape(batch, kv_heads, -1, width)
-
-
-def _by_token(mixed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `_by_head`, for queries of a shape [B, M, heads, head_dim]."""
-    batch, tokens, _, width = shape
-    grouped = mixed.reshape(batch, mixed.shape[1], tokens, -1, width)
-    return grouped.swapaxes(1, 2).reshape(shape)
+    return mixed.reshape(query.shape)
 
 
 def attend(
-    query: jax.Array, new: Layer, layer: Layer, seen: Seen, *,
+    query: jax.Array, token: Layer, layer: Layer, seen: jax.Array, *,
     scale: float | None = None, softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of M new tokens per row to the cached tokens and to each other.
+    """Attention of one new token per row to the cached tokens and to itself.
 
-        out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached, or new and no later
+        out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached or new
 
     With a softcap, scores s become softcap·tanh(s / softcap) before the softmax. The
-    new tokens are not in the cache yet, so that a layer only reads the cache: the
-    tokens of all layers are written at once, after the last layer.
+    new token is not in the cache yet, so that a layer only reads the cache: the tokens
+    of all layers are written at once, after the last layer.
 
     Args:
-        query: [B, M, heads, head_dim], rotated.
-        new: keys and values of the new tokens, [B, kv_heads, M, head_dim].
+        query: [B, 1, heads, head_dim], rotated.
+        token: keys and values of the new tokens, [B, kv_heads, 1, head_dim].
         layer: cached keys and values, [B, kv_heads, T, head_dim].
-        seen: tokens to attend to.
+        seen: [B, T] slots to attend to.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: bound of the scores; None: they are not capped.
         sinks: [heads] one more score of each head, without a value; None: none.
     """
-    batch, tokens, heads, width = shape = query.shape
-    query = _by_head(query, new.keys.shape[1])
+    batch, _, heads, width = query.shape
+    # Queries of one group become rows of one matrix, so keys are not copied per head.
+    query = query.reshape(batch, token.keys.shape[1], -1, width)
 
     def scores(keys: jax.Array) -> jax.Array:
         scaled = jnp.einsum(
-            "bkqd,bktd->bkqt", query, keys, preferred_element_type=jnp.float32
+            "bkgd,bktd->bkgt", query, keys, preferred_element_type=jnp.float32
         )
         scaled = scaled * (width**-0.5 if scale is None else scale)
         return scaled if softcap is None else softcap * jnp.tanh(scaled / softcap)
 
-    causal = jnp.tril(jnp.ones((1, tokens, tokens), bool))
-    masks = seen.cached, causal if seen.new is None else seen.new
-    group = heads // new.keys.shape[1]
-    parts = []
-    for mask, keys in zip(masks, (layer.keys, new.keys), strict=True):
-        of_queries = mask if mask.shape[1] == 1 else jnp.repeat(mask, group, axis=1)
-        parts.append(jnp.where(of_queries[:, None], scores(keys), -jnp.inf))
-    slots = layer.keys.shape[2]
+    cached = jnp.where(seen[:, None, None], scores(layer.keys), -jnp.inf)
+    parts = [cached, scores(token.keys)]
     if sinks is not None:
-        by_head = sinks.astype(jnp.float32).reshape(1, 1, -1, 1)
-        every = jnp.broadcast_to(by_head, (batch, tokens, heads, 1))
-        parts.append(_by_head(every, new.keys.shape[1]))
-    weights = jax.nn.softmax(jnp.concatenate(parts, axis=-1)).astype(query.dtype)
+        taking = sinks.astype(jnp.float32).reshape(1, *query.shape[1:3], 1)
+        parts.append(jnp.broadcast_to(taking, (batch, *taking.shape[1:])))
+    both = jax.nn.softmax(jnp.concatenate(parts, axis=-1)).astype(query.dtype)
+    weights = both[..., : cached.shape[-1] + 1]
 
     def mix(part: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.einsum(
-            "bkqt,bktd->bkqd", part, values, preferred_element_type=jnp.float32
+            "bkgt,bktd->bkgd", part, values, preferred_element_type=jnp.float32
         )
 
-    mixed = mix(weights[..., :slots], layer.values)
-    mixed = mixed + mix(weights[..., slots : slots + tokens], new.values)
-    return _by_token(mixed.astype(query.dtype), shape)
+    old, own = weights[..., :-1], weights[..., -1:]
+    mixed = mix(old, layer.values) + mix(own, token.values)
+    return mixed.astype(query.dtype).reshape(batch, 1, heads, width)

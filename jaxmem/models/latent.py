@@ -129,7 +129,7 @@ class LatentAttention(Mixer):
             return (by_key + by_latent) * self.config.score_scale
 
         before = cached.layer
-        old = jnp.where(seen.cached, scores(before), -jnp.inf)
+        old = jnp.where(seen[:, None], scores(before), -jnp.inf)
         weights = jax.nn.softmax(jnp.concatenate([old, scores(token)], axis=-1))
         weights = weights.astype(x.dtype)
         mixed = jnp.einsum("bht,btc->bhc", weights[..., :-1], before.values[:, 0])

@@ -1,7 +1,6 @@
 """The modules of a decoder: norms, attention, block."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ class Attention(Mixer):
     """Causal grouped-query attention within documents; its state is a `Layer`."""
 
     grow = staticmethod(kv_cache.append)
-    reads_several = True
 
     @staticmethod
     def state(parts: tuple[jax.Array, jax.Array], max_length: int) -> kv_cache.Layer:
@@ -206,17 +204,17 @@ class Attention(Mixer):
         return tuple(norm.scale[...] for norm in both if norm.scale is not None)
 
     def decode(
-        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen, scales
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled, scales
     ):
         gate = self.gate(x) if self.config.self_attn.gate else None
         query, key, value = self._project_token(x, rope, cached.index, scales)
-        token = kv_cache.layer_of(key, value, key.shape[1])
-        return self._attend_cached(query, token, cached, seen, gate), token
+        token = kv_cache.layer_of(key, value, 1)
+        return self._attend_cached(query, token, cached, filled, gate), token
 
-    def _attend_cached(self, query, token, cached: kv_cache.Cached, seen, gate):
+    def _attend_cached(self, query, token, cached: kv_cache.Cached, filled, gate):
         config = self.config
         mixed = kv_cache.attend_in_place(
-            query, token, cached, seen, scale=config.score_scale,
+            query, token, cached, filled, scale=config.score_scale,
             softcap=config.self_attn.softcap, sinks=self._sink_scores,
         )  # fmt: skip
         return self._project_output(mixed, gate)
@@ -236,11 +234,10 @@ class Attention(Mixer):
                 tables = rope.cosines, rope.sines
                 if rope.kind is not None:
                     tables = [table[rope.kind] for table in tables]
-                rows = math.prod(x.shape[:2])
-                tables = tuple(t.reshape(rows, -1) for t in tables)
-                joined = self.joined(x).reshape(rows, -1, self.config.head_dim)
+                tables = tuple(t.reshape(len(x), -1) for t in tables)
+                joined = self.joined(x).reshape(len(x), -1, self.config.head_dim)
                 heads = rotary.split(joined, self.config.kv_heads, tables, scaling)
-                return (each.reshape(*x.shape[:2], *each.shape[1:]) for each in heads)
+                return (each[:, None] for each in heads)
         query, key, value = self.project(x)
         return *self.rotate(query, key, rope), value
 
@@ -300,11 +297,11 @@ class Reuse(Attention):
         return self.attend(self._rotate_query(query, rope), key, value, sight, gate), ()
 
     def decode(
-        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, seen, scales
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled, scales
     ):
         (query,), gate = self._without_gate([read(x) for read in self.readers])
         query = self._rotate_query(query, rope)
-        return self._attend_cached(query, scales, cached, seen, gate), ()
+        return self._attend_cached(query, scales, cached, filled, gate), ()
 
     def _rotate_query(self, query: jax.Array, rope: Rotation) -> jax.Array:
         heads = query.reshape(*query.shape[:2], -1, self.config.head_dim)
@@ -392,12 +389,12 @@ class TransformerBlock(nnx.Module):
         return self._add_outputs(x, mixed, output), state_parts, choice
 
     def decode(
-        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached,
-        seen: kv_cache.Seen, scales: Any, added: Any = None,
+        self, x: jax.Array, rope: Rotation, cached: kv_cache.Cached, filled: jax.Array,
+        scales: Any, added: Any = None,
     ):  # fmt: skip
-        """The next stream of new tokens, what `grow` adds, and the router's choice."""
+        """The next stream of a token, what `grow` adds, and the router's choice."""
         x_norm = self.attention_norm(x) if self.pre_norms else x
-        mixed, token = self.attention.decode(x_norm, rope, cached, seen, scales)
+        mixed, token = self.attention.decode(x_norm, rope, cached, filled, scales)
         if self.parallel == "shared":
             read = (each(x_norm) for each in self.feed_forward.readers)
             output, choice = self.feed_forward.join(*read)

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxmem.models import kv_cache
 from jaxmem.models.decoder import ModelConfig
 from tests.helpers import decoders
-from tests.helpers.cases import full, slow
+from tests.helpers.cases import slow
 from tests.helpers.decoders import stepwise, whole
 
 SMALL = ModelConfig(
@@ -156,112 +156,6 @@ def test_bfloat16_is_cached_as_such():
     assert error < 2 * np.abs(at_once - exact).max()
 
 
-@pytest.mark.parametrize(
-    "changes, by_row",
-    [
-        ({}, True),
-        slow({}, False),
-        full(
-            {
-                "pattern": ("local", "global"),
-                "self_attn.window": 3,
-                "self_attn.sinks": True,
-            },
-            True,
-        ),
-        slow(
-            {
-                "pattern": ("chunked", "local"),
-                "self_attn.window": 2,
-                "self_attn.qkv_bias": True,
-            },
-            False,
-        ),
-        slow(
-            {
-                "layers": 3,
-                "mixers": ("attention", "attention", "reuse"),
-                "feed_forwards": ("dense", "experts", "experts"),
-                "experts.count": 4,
-                "experts.per_token": 2,
-                "experts.ff": 8,
-                "embedding.positions": 32,
-            },
-            True,
-        ),
-    ],
-)
-def test_several_tokens_equal_one_after_the_other(changes, by_row):
-    model, tokens = decoder(**changes), random_tokens(4)
-    drafts = random_tokens(5)
-    expected = at_steps(whole(model, tokens), LENGTHS)[:, 1:]
-    # In each step the first token is the row's, and some of the others are.
-    counts = np.array([[1, 2, 3, 1], [2, 1, 1, 3], [1, 1, 1, 1]], np.int32)
-
-    @jax.jit
-    def step(cache, read, kept):
-        before = cache.lengths
-        hidden, cache = model.decode_several(read, cache)
-        return hidden, kv_cache.shortened(cache, before + kept)
-
-    _, cache = model.prefill(tokens[:, :WIDTH], LENGTHS, WIDTH + 3 * 4)
-    cache, lengths = kv_cache.by_row(cache) if by_row else cache, LENGTHS.copy()
-    for kept in counts:
-        columns = np.minimum(lengths[:, None] + np.arange(4), WIDTH + NEW - 1)
-        own = np.arange(4) < kept[:, None]
-        read = np.where(own, np.take_along_axis(tokens, columns, 1), drafts[:, :4])
-        hidden, cache = step(cache, read, kept)
-        for row, count in enumerate(kept):
-            first = lengths[row] - LENGTHS[row]
-            want = expected[row, first : first + count]
-            got = np.asarray(hidden)[row, :count][: len(want)]
-            np.testing.assert_allclose(got, want[: len(got)], atol=1e-5)
-        lengths += kept
-        np.testing.assert_array_equal(cache.lengths, lengths)
-        np.testing.assert_array_equal(cache.filled.sum(1), lengths)
-    if by_row:
-        np.testing.assert_array_equal(cache.slot, lengths)
-
-
-def test_several_tokens_without_room_are_nan():
-    model, tokens = decoder(), random_tokens()
-    _, cache = model.prefill(tokens[:, :WIDTH], LENGTHS, WIDTH)
-    before, cache = cache, kv_cache.by_row(cache)
-    hidden, after = model.decode_several(tokens[:, :3], cache)
-    np.testing.assert_array_equal(np.isnan(hidden).any((1, 2)), LENGTHS + 3 > WIDTH)
-    held = np.asarray(before.layers["blocks"].keys)
-    now = np.asarray(after.layers["blocks"].keys)
-    np.testing.assert_array_equal(now[:, 1], held[:, 1])  # nothing in another row
-
-
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        (
-            {
-                "mixers": ("delta",),
-                "delta.heads": 2,
-                "delta.key_dim": 6,
-                "delta.value_dim": 4,
-            },
-            "layers with the mixer 'delta' cannot take back",
-        ),
-        (
-            {
-                "rope.scaling": "listed",
-                "rope.short_factors": (1.0,) * 4,
-                "rope.long_factors": (9.0,) * 4,
-                "rope.limit": 7,
-            },
-            "rope.long_factors cannot",
-        ),
-    ],
-)
-def test_several_tokens_are_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
-        decoder(**changes).decode_several(random_tokens(), None)
-
-
 def test_attention_of_a_token_against_float64():
     rng = np.random.default_rng(0)
     kv_heads, group, slots, width = 2, 3, 6, 4
@@ -275,8 +169,7 @@ def test_attention_of_a_token_against_float64():
         for x in (keys, values)
     )
     layers = kv_cache.Layer(*token), kv_cache.Layer(*cached)
-    seen = kv_cache.Seen(filled[:, None])
-    got = np.asarray(jax.jit(kv_cache.attend)(query, *layers, seen))
+    got = np.asarray(jax.jit(kv_cache.attend)(query, *layers, filled))
     for row in range(2):
         seen = [*np.flatnonzero(filled[row]), slots]
         for head in range(kv_heads * group):

@@ -1,4 +1,4 @@
-"""Attention of one or a few new tokens per row to a KV cache.
+"""Attention of one new token per row to a KV cache.
 
 A program reads the keys and values of one row and key-value head once, for all queries
 that share it, in blocks of slots, and only those in which the row sees a slot. It reads
@@ -8,7 +8,6 @@ share the slots of a head, and their results are combined by their logsumexps.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -54,25 +53,24 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attention of M new tokens per row to the cached tokens and to each other.
+    """Attention of one new token per row to the cached tokens and to itself.
 
-        out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached, or new and no later
+        out = Σ_t p_t v_t,   p = softmax(scale q·k),   t cached or new
 
     With a softcap, scores s become softcap·tanh(s / softcap) before the softmax. The
-    query is [B, kv_heads, M · group, head_dim], rotated, one token's group after the
-    other; token has the keys and values of the new tokens, [B, kv_heads, M, head_dim];
-    cached those of all layers, [layers, B, kv_heads, T, head_dim]. Memory:
-    4·splits·B·M·heads·(head_dim + 1), if several programs share a head.
+    query is [B, kv_heads, group, head_dim], rotated; token has the keys and values of
+    the new tokens, [B, kv_heads, head_dim]; cached those of all layers, [layers, B,
+    kv_heads, T, head_dim]. Memory: 4·splits·B·heads·(head_dim + 1), if several programs
+    share a head.
     """
     rows, heads, group, width = query.shape
-    tokens = token[0].shape[2]
     layers, slots = cached[0].shape[0], cached[0].shape[3]
     n, blocks = rows * heads, pl.cdiv(slots, BLOCK)
     fill = -group % 8 if group > 8 else 0  # to whole tiles, if there are several
     splits = max(1, min(_PROGRAMS // n, blocks // 2))
     kind = query.dtype if splits == 1 else jnp.float32
     kernel = plgpu.kernel(
-        _AttentionKernel(heads, group, tokens, splits, scale, softcap),
+        _AttentionKernel(heads, group, splits, scale, softcap),
         out_type=[
             jax.ShapeDtypeStruct((splits, n, group, width), kind),
             jax.ShapeDtypeStruct((splits, n, _QUERIES), jnp.float32),
@@ -87,21 +85,14 @@ def attend(
         jnp.reshape(location.layer, (1,)).astype(jnp.int32),
         *_blocks_of_rows(seen),
         jnp.pad(query.reshape(n, group, width), ((0, 0), (0, fill), (0, 0))),
-        *(x.reshape(n, tokens, width) for x in token),
+        *(x.reshape(n, width) for x in token),
         *(x.reshape(layers * n, slots, width) for x in cached),
         seen.astype(jnp.int8),
-        _causal(tokens, group // tokens),
     )  # fmt: skip
     if splits == 1:
         return out.reshape(query.shape)
     shares = jax.nn.softmax(lse[:, :, :group], axis=0)[..., None]
     return jnp.sum(shares * out, axis=0).astype(query.dtype).reshape(query.shape)
-
-
-def _causal(tokens: int, group: int) -> jax.Array:
-    """1 where a query sees a new token, [tokens, queries], and 0 elsewhere."""
-    of_query = jnp.arange(_QUERIES) // group
-    return (jnp.arange(tokens)[:, None] <= of_query).astype(jnp.float32)
 
 
 def _blocks_of_rows(seen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -140,12 +131,11 @@ def _scratch_types(width, dtype, kind) -> dict[str, Any]:
 class _Refs(NamedTuple):
     """References of a program to operands after the queries, and to its results."""
 
-    key: Any  # [B kv_heads, M, head_dim], of the new tokens
+    key: Any  # [B kv_heads, head_dim], of the new token
     value: Any
     keys: Any  # [layers B kv_heads, T, head_dim], cached
     values: Any
     seen: Any  # int8 [B, T]
-    causal: Any  # f32 [M, queries]
     out: Any
     lse: Any
 
@@ -163,8 +153,7 @@ class _AttentionKernel:
     """One program: a row, a key-value head and a share of the slots."""
 
     heads: int
-    group: int  # queries, of all new tokens
-    tokens: int
+    group: int
     splits: int
     scale: float
     softcap: float | None
@@ -209,8 +198,7 @@ class _AttentionKernel:
         fetch("values", first, slots_of(first))
         self._fetch_queries(query_ref.at[head], query_smem, smem["loaded"])
         key_ref, value_ref = refs.key.at[head], refs.value.at[head]
-        own = key_ref, value_ref, refs.causal
-        start = self._attend_tokens(query_smem, *own, split == 0)
+        start = self._attend_token(query_smem, key_ref, value_ref, split == 0)
         softmax = lax.fori_loop(first, end, block, start)
         results = refs.out.at[split, head], refs.lse.at[split, head]
         self._write_results(softmax, out_smem, smem["lse_smem"], *results)
@@ -225,40 +213,26 @@ class _AttentionKernel:
         plgpu.copy_gmem_to_smem(query_ref.at[beyond], query_smem.at[rows], loaded)
         plgpu.barrier_wait(loaded)
 
-    def _attend_tokens(
-        self, query_smem, key_ref, value_ref, causal_ref, counts
-    ) -> _Softmax:
-        """Softmax of the new tokens alone; empty where they do not count."""
-        parts = _head_parts(query_smem.shape[1])
-        scores = [jnp.zeros(_QUERIES, jnp.float32)] * self.tokens
-        for columns in parts:
+    def _attend_token(self, query_smem, key_ref, value_ref, counts) -> _Softmax:
+        """Softmax of the new token alone; empty where it does not count."""
+        scores, mixed = jnp.zeros(_QUERIES, jnp.float32), []
+        for columns in _head_parts(query_smem.shape[1]):
             query = plgpu.load(query_smem.at[:, columns], layout=plgpu.Layout.WGMMA)
             query = query.astype(jnp.float32)
-            for m in range(self.tokens):
-                key = _row_of_each(key_ref.at[m, columns], query.shape)
-                scores[m] += jnp.sum(query * key, axis=1)
-        scores = [self._cap_scores(each) for each in scores]
-        if self.tokens > 1:
-            scores = [
-                jnp.where(_load_rows(causal_ref.at[m]) != 0, each, logits.MASK_VALUE)
-                for m, each in enumerate(scores)
-            ]
-        largest = functools.reduce(jnp.maximum, scores)
-        counts = lax.broadcast(counts, largest.shape)
-        weights = [jnp.where(counts, jnp.exp2(each - largest), 0.0) for each in scores]
-        mixed = []
-        for columns in parts:
-            shape = _QUERIES, columns.size
-            values = (
-                _row_of_each(value_ref.at[m, columns], shape)
-                * logits.along(weights[m], shape)
-                for m in range(self.tokens)
+            key, value = (
+                _repeat_rows(
+                    _load_columns(ref.at[columns]).astype(jnp.float32), query.shape
+                )
+                for ref in (key_ref, value_ref)
             )
-            mixed.append(functools.reduce(lambda a, b: a + b, values))
+            scores += jnp.sum(query * key, axis=1)
+            mixed.append(value)
+        counts = lax.broadcast(counts, scores.shape)
+        total = jnp.where(counts, 1.0, 0.0)
         # Finite, so that a program without a slot subtracts no infinities.
-        largest = jnp.where(counts, largest, logits.MASK_VALUE)
-        total = functools.reduce(lambda a, b: a + b, weights)
-        return _Softmax(largest, total, tuple(mixed))
+        largest = jnp.where(counts, self._cap_scores(scores), logits.MASK_VALUE)
+        mixed = tuple(x * logits.along(total, x.shape) for x in mixed)
+        return _Softmax(largest, total, mixed)
 
     def _cap_scores(self, scores):
         """Scaled scores, with the softcap if there is one, in base 2."""
@@ -315,16 +289,6 @@ def _accumulate(acc, a, b):
         plgpu.wgmma_wait(0)
 
     return pl.run_state(run)(plgpu.WGMMAAccumulatorRef.init(acc))
-
-
-def _load_rows(ref):
-    """One number for each row of a product."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def _row_of_each(ref, shape):
-    """A float32 array whose rows all are a reference's row."""
-    return _repeat_rows(_load_columns(ref).astype(jnp.float32), shape)
 
 
 def _load_columns(ref):
