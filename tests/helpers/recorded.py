@@ -72,7 +72,13 @@ def exact(h, W, y, entries, g, on=True, **options):
     results = dict(logprob=new_y - np.log(Z), entropy=np.log(Z) - T / Z,
                    logsumexp=base + np.log(Z), sum_pi_squared=Q / Z**2)  # fmt: skip
     change = np.where(kept, weight * (np.exp(new) - np.exp(old)), 0)
-    results["forward_error"] = np.sqrt((change**2 * (1 - q)).sum(1)) / Z
+    drawn = np.where(kept, 1 - q, 0)
+    count, share = (drawn > 0).sum(1), np.maximum(drawn.sum(1), 1e-300)
+    mean = (drawn * change).sum(1) / share
+    spread = (drawn * (change - mean[:, None]) ** 2).sum(1)
+    variance = count / np.maximum(count - 1, 1) * spread + mean**2 / 4
+    variance = np.where(count > 1, variance, (drawn * change**2).sum(1))
+    results["forward_error"] = np.sqrt(variance) / Z
     # Of the derivative by z: entries of p / q, and the label's.
     at = np.zeros((n, v))
     np.add.at(at, (row[:, None], columns), np.where(kept, weight, 0))

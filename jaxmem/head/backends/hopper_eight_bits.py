@@ -6,6 +6,7 @@ computes their logits in 16 bits. The backward pass is that of `hopper_sampled`.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +48,12 @@ def forward(
         facts = sampled_select.RowFacts(
             labels, others.label_logit, others.max, normaliser
         )
+        of_rows = functools.partial(
+            column_sampling.continued, spec, backend_operands.take(starts, block.ids)
+        )
         selected = sampled_select.entries(
-            sampling, env.tiles.columns, kept, facts,
-            backend_operands.take(starts, block.ids), block.n_active,
-        )  # fmt: skip
+            sampling, env.tiles.columns, kept, facts, of_rows, block.n_active
+        )
         z = sampled_logits.at_entries(selected.columns, head.W, hidden, spec.layout)
         new = eight_bits.corrected(sampling, others, selected, z, label_logit, exists)
         return eight_bits.put(results, block.ids, new)

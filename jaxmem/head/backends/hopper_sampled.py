@@ -5,6 +5,9 @@ entries are selected from them before the next launch overwrites them. The backw
 needs neither the exponentials nor a Hopper GPU.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -18,9 +21,8 @@ from jaxmem.head.maths.spec import Spec
 
 def sampling_of(spec: Spec) -> Sampling:
     """The sampling of K slots over this head's vocabulary, or over this shard of it."""
-    from jaxmem.head.kernels import sampled_select
-
-    return Sampling(spec.gradient_samples or 0, spec.columns, sampled_select.MARGIN)
+    sampling = column_sampling.sampling_of(spec)
+    return dataclasses.replace(sampling, margin=column_sampling.MARGIN)
 
 
 def launch_rows(spec: Spec, hidden: jax.Array) -> int:
@@ -58,10 +60,12 @@ def forward(
         facts = sampled_select.RowFacts(
             operands[2], stats.label_logit, stats.max, normaliser
         )
+        of_rows = functools.partial(
+            column_sampling.continued, spec, backend_operands.take(starts, block.ids)
+        )
         entries = sampled_select.entries(
-            sampling, env.tiles.columns, kept, facts,
-            backend_operands.take(starts, block.ids), block.n_active,
-        )  # fmt: skip
+            sampling, env.tiles.columns, kept, facts, of_rows, block.n_active
+        )
         all_entries = backend_operands.put_all(all_entries, block.ids, entries)
         return active.put(all_stats, block, stats), all_entries
 

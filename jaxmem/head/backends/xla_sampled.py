@@ -60,9 +60,10 @@ def forward(
         stats, exps = row_stats.of_tile(z, labels)
         new = backend_operands.merged(spec, rows, row_ids, stats)
         scale = column_sampling.scale(stats.max, new)
-        selected = column_sampling.select(
-            sampling, exps, scale, backend_operands.take(starts, row_ids)
-        )
+        total = jnp.sum(column_sampling.units(sampling, exps * scale[:, None]), axis=1)
+        of_rows = backend_operands.take(starts, row_ids)
+        of_rows = column_sampling.continued(spec, of_rows, total)
+        selected = column_sampling.select(sampling, exps, scale, of_rows)
         new = new._asdict()
         outputs = {
             k: backend_operands.put(outputs[k], row_ids, new[k]) for k in outputs

@@ -5,6 +5,7 @@ tile's m and sum. They give upper bounds of the units (`maths.column_sampling`) 
 tile's columns, by which `sampled_blocks` selects entries.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -37,11 +38,13 @@ class RowFacts(NamedTuple):
 
 
 def entries(
-    sampling: Sampling, width: int, kept: Kept, rows: RowFacts, starts, n_active
-) -> Entries:
+    sampling: Sampling, width: int, kept: Kept, rows: RowFacts, starts_of: Callable,
+    n_active,
+) -> Entries:  # fmt: skip
     """Entries [n_rows, K] of the first n_active rows, whose exponentials are stored.
 
-    Exponentials are 0 at the labels; columns from V on are ignored.
+    Exponentials are 0 at the labels; columns from V on are ignored. `starts_of` maps
+    the sums of the rows' bounds to their starts.
     """
     scale = column_sampling.scale(kept.max, rows.normaliser)
     tile_bounds = bounds(sampling, width, kept, rows, scale)
@@ -49,6 +52,7 @@ def entries(
     exps = jnp.pad(kept.exps, ((0, 0), (0, max(width - kept.exps.shape[1], 0))))
     density = Density(lax.mul, (exps,), (scale.T,))
     tile_bounds = jnp.where(active, tile_bounds, 0).T
+    starts = starts_of(jnp.sum(tile_bounds, axis=1))
     return sampled_blocks.select(sampling, density, tile_bounds, width, starts)
 
 

@@ -44,11 +44,14 @@ class Sampling:
         columns: of the vocabulary, or of this shard's part.
         margin: relative error of the sums that the search goes by, 0 where they are
             those of the very units that it finds.
+        shared: columns of all shards, where the slots are of all of them; None where
+            each has its own.
     """
 
     slots: int
     columns: int
     margin: float = 0.0
+    shared: int | None = None
 
     @property
     def bits(self) -> int:
@@ -63,21 +66,41 @@ class Sampling:
     @property
     def rate(self) -> float:
         """κ: K less what rounding up adds to a row's sum, so that K slots suffice."""
-        rounded_up = 1.02 * (self.columns + 512) / self.one
+        rounded_up = 1.02 * ((self.shared or self.columns) + 512) / self.one
         return self.slots * (1 - _ROUNDING - self.margin) - rounded_up
 
 
 def sampling_of(spec: Spec) -> Sampling:
     """The sampling of K slots over this head's vocabulary, or over this shard of it."""
-    margin = MARGIN if spec.forward == "recorded" else 0.0
-    return Sampling(spec.gradient_samples or 0, spec.columns, margin)
+    slots = spec.gradient_samples or 0
+    if spec.forward == "recorded":
+        return Sampling(slots, spec.columns, MARGIN, shared=spec.all_columns)
+    return Sampling(slots, spec.columns)
 
 
 def starts_of(spec: Spec, rows: TokenRows) -> jax.Array:
-    """`starts` of each row, int32 [N]; they differ by shard."""
+    """`starts` of each row, int32 [N]; they differ by shard, unless it shares slots."""
     assert rows.draws is not None, "no key was given"
-    shard = lax.axis_index(spec.shards.axes) if spec.shards else 0
-    return starts(sampling_of(spec), rows.draws, shard)
+    sampling, shard = sampling_of(spec), 0
+    if spec.shards and not sampling.shared:
+        shard = lax.axis_index(spec.shards.axes)
+    return starts(sampling, rows.draws, shard)
+
+
+def continued(spec: Spec, starts: jax.Array, total: jax.Array) -> jax.Array:
+    """Starts of rows [C] in this shard, where running sums go on from shard to shard.
+
+    The total is that of the units here, or of bounds of them. Shards that have slots of
+    their own begin anew.
+    """
+    sampling = sampling_of(spec)
+    if not (spec.shards and sampling.shared):
+        return starts
+    totals = lax.all_gather(total, spec.shards.axes)
+    shard = jnp.arange(len(totals), dtype=jnp.int32)[:, None]
+    is_before = shard < lax.axis_index(spec.shards.axes)
+    before = jnp.sum(jnp.where(is_before, totals, 0), axis=0)
+    return lax.rem(starts + before, jnp.int32(sampling.one))
 
 
 class Entries(NamedTuple):

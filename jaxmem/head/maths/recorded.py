@@ -117,10 +117,10 @@ def of_rows(
     )
 
 
-def compact(entries: RecordedEntries) -> RecordedEntries:
-    """Slots in the order of their columns, empty ones last."""
+def compact(entries: RecordedEntries, k: int) -> RecordedEntries:
+    """The first k slots in the order of their columns, empty ones last."""
     columns, logits = lax.sort((entries.columns, entries.logits), num_keys=1)
-    return entries._replace(columns=columns, logits=logits)
+    return entries._replace(columns=columns[:, :k], logits=logits[:, :k])
 
 
 def check(entries: Any, shape: tuple[int, ...]) -> RecordedEntries:
@@ -228,7 +228,7 @@ def estimated(
     ratio = -jnp.expm1(x_label) + sums[0] + jnp.exp(label_logit - base)  # Ẑ1 / Z0
     rise = jnp.maximum(label_logit, top) - base
     is_lost = (ratio <= SMALLEST_RATIO) | (rise >= LARGEST_RISE)
-    error = jnp.where(is_lost, jnp.inf, jnp.sqrt(sums[3]) / ratio)
+    error = jnp.where(is_lost, jnp.inf, _deviation(*sums[3:]) / ratio)
 
     def unless_lost(new, old):
         return jnp.where(is_lost, old, new)
@@ -265,18 +265,32 @@ def _label_logit(spec, rows, z):
 
 
 def _changes(own, before, after):
-    """Estimated changes of Σ e^x, Σ x e^x and Σ e^2x, and the variance of the first.
-
-    The variance is that of independent draws; those of systematic sampling vary less.
-    """
-    change = after.exps - before.exps
+    """Estimated changes of Σ e^x, Σ x e^x and Σ e^2x, and sums for `_deviation`."""
+    change = own.inverse * (after.exps - before.exps)
+    drawn = jnp.where(own.inverse > 1, 1 - 1 / jnp.maximum(own.inverse, 1), 0)  # 1 - q
     terms = (
-        own.inverse * change,
+        change,
         own.inverse * (after.x * after.exps - before.x * before.exps),
         own.inverse * (after.exps**2 - before.exps**2),
-        own.inverse * jnp.maximum(own.inverse - 1, 0) * change**2,
+        (drawn > 0).astype(change.dtype),
+        drawn,
+        drawn * change,
+        drawn * change**2,
     )
     return [jnp.sum(x, axis=1) for x in terms]
+
+
+def _deviation(count, weight, first, second):
+    """The estimated standard deviation of Σ e^x, from the entries drawn by chance.
+
+    Of so many draws, whose number is fixed but for one, only what differs between the
+    changes c = (e^z1 - e^z0) / q varies: Hájek's estimator, in which a shift of all
+    logits counts as the one draw more or less. A single draw cannot tell.
+    """
+    mean = first / jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
+    spread = jnp.maximum(second - mean * first, 0)
+    fixed = count / jnp.maximum(count - 1, 1) * spread + mean**2 / 4
+    return jnp.sqrt(jnp.where(count > 1, fixed, second))
 
 
 def _over_shards(spec, reduce, arrays):

@@ -8,14 +8,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmem.head.backends.protocol import SampleLoops, sampler_of
-from jaxmem.head.maths import recorded
+from jaxmem.head.maths import backend_operands, recorded, vocab_shards
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.gradients import Sample
 from jaxmem.head.maths.head import Matrix
 from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.head.maths.row_stats import Outputs
-from jaxmem.head.maths.spec import CallOptions, Chunk, Implementation, Spec
+from jaxmem.head.maths.spec import AxisName, CallOptions, Chunk, Implementation, Spec
 from jaxmem.head.verbs import arguments
 from jaxmem.head.verbs.rule import on_tokens
 
@@ -33,6 +33,7 @@ def record_entries(
     *,
     where: ArrayLike | None = None,
     temperature: ArrayLike = 1.0,
+    axis_name: AxisName | None = None,
     implementation: Implementation | None = None,
 ) -> RecordedEntries:
     """Record logits of k columns of each token, from which later updates compute.
@@ -47,7 +48,9 @@ def record_entries(
     Args:
         k: columns of each token, at most; less than the vocabulary.
         key: PRNG key, or one per token, [...]; as in `logprobs`.
-        hidden, W, labels, chunk, where, temperature, implementation: as in `logprobs`.
+        hidden, W, labels, chunk, where, temperature, axis_name, implementation: as in
+            `logprobs`. The shards of a vocabulary share the k columns, and the record
+            is the same on each.
 
     Returns:
         `RecordedEntries(columns, logits, label_logit, logsumexp, entropy,
@@ -61,7 +64,7 @@ def record_entries(
     """
     options = CallOptions(
         chunk=chunk, where=where, temperature=temperature, gradient=Sample(k), key=key,
-        implementation=implementation,
+        axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
     operands = arguments.read_head(hidden, W)
     spec, backend, source, rows, shape = arguments.call(
@@ -83,10 +86,36 @@ def _record(
 ) -> RecordedEntries:
     """The record of each row, [N, ...]."""
     outputs, selected = sampler.forward(spec, source, rows, _OUTPUTS)
-    columns = jnp.concatenate([rows.labels[:, None], selected.columns], axis=1)
+    label = backend_operands.part_labels(
+        spec, rows, jnp.arange(len(rows.labels), dtype=jnp.int32)
+    )
+    is_own = (label >= 0) & (label < spec.columns)
+    label = jnp.where(is_own, label, spec.columns)
+    columns = jnp.concatenate([label[:, None], selected.columns], axis=1)
     products = sampler.logits_at(spec, source, rows, columns)
     z = recorded.scaled(spec, source, rows, columns, products)
+    label_logit = jnp.where(is_own, z[:, 0], -jnp.inf)
+    if spec.shards:
+        label_logit = lax.pmax(label_logit, spec.shards.axes)
     exists = rows.active & (rows.labels < spec.vocab_size)
-    return recorded.compact(
-        recorded.of_rows(selected, z[:, 1:], z[:, 0], Outputs(**outputs), exists)
+    first = backend_operands.first_column(spec)
+    selected = selected._replace(columns=selected.columns + first)
+    entries = recorded.of_rows(
+        selected, z[:, 1:], label_logit, Outputs(**outputs), exists
+    )
+    if spec.shards:
+        entries = _joined(spec, entries)
+    return vocab_shards.vary(
+        recorded.compact(entries, spec.gradient_samples), spec.varying
+    )
+
+
+def _joined(spec: Spec, entries: RecordedEntries) -> RecordedEntries:
+    """The slots of all shards of the vocabulary, of which most are empty."""
+
+    def gathered(x):
+        return lax.all_gather(x, spec.shards.axes, axis=1, tiled=True, to="invarying")
+
+    return entries._replace(
+        columns=gathered(entries.columns), logits=gathered(entries.logits)
     )

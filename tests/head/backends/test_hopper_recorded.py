@@ -1,9 +1,12 @@
 """Recorded entries by the kernels of sampled derivatives, without a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 import jaxmem
 from tests.helpers import hlo
@@ -80,3 +83,29 @@ def test_old_pass_lowers_for_an_h200(lowered_anywhere):
     key = jax.eval_shape(lambda: jax.random.key(0))
     text = hlo.lowered_for_an_h200(record, h, W, numbers, key)
     assert "mosaic_gpu_v2" in text
+
+
+@pytest.mark.full
+def test_typed_over_a_mesh(lowered_anywhere):
+    """The record has one type on all shards of the vocabulary, and so have results."""
+    n, d, v, k = 512, 512, 32768, 64
+    device = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    mesh = AbstractMesh((2, 2), ("t", "v"), abstract_device=device)
+    record, public = (
+        jaxmem.sharding.parallel(
+            functools.partial(x, implementation="hopper"), mesh, tokens="t", vocab="v"
+        )
+        for x in (jaxmem.record_entries, jaxmem.logprobs)
+    )
+
+    def loss(h, W, y):
+        entries = record(h, W, y, k=k, key=jax.random.key(0))
+        assert entries.columns.shape == (n, k)
+        return jnp.sum(public(h, W, y, gradient=jaxmem.Recorded(entries)))
+
+    h, W = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((n, d), (v, d)))
+    y = jax.ShapeDtypeStruct((n,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert jax.jit(jax.grad(loss, (0, 1))).trace(h, W, y)

@@ -58,7 +58,7 @@ def entries_of(sampling, kept, facts, starts, n_active):
     from jaxmem.head.kernels import sampled_select
 
     return sampled_select.entries(
-        sampling, WIDTH, kept, facts, starts, jnp.int32(n_active)
+        sampling, WIDTH, kept, facts, lambda total: starts, jnp.int32(n_active)
     )
 
 

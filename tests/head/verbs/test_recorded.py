@@ -210,17 +210,22 @@ def test_formulas_of_the_estimator(verb, name, implementation):
             np.testing.assert_allclose(got, want, atol=limit, rtol=2e-4)
 
 
-def test_estimates_are_near_the_exact_ones():
-    (h, W), (new_h, new_W), y = problem(n=64, v=300)
+@pytest.mark.parametrize("shift", [0.0, 0.4])
+def test_estimates_are_near_the_exact_ones(shift):
+    """A shift of all logits hardly varies over the draws, and is not told as error."""
+    (h, W), _, y = problem(n=64, v=300)
     entries = jaxmem.record_entries(h, W, y, 32, KEY)
+    new_h, new_W = moved(h, W, 0.02)
+    new_h = np.concatenate([new_h, np.full((64, 1), shift, np.float32)], axis=1)
+    new_W = np.concatenate([new_W, np.ones((300, 1), np.float32)], axis=1)
     told, _ = told_and_slopes_of_64(new_h, new_W, y, entries)
     want = jaxmem.token_stats(new_h, new_W, y)
     far = np.asarray(told["logsumexp"] - want.logsumexp)
     error = np.asarray(told[eight_bits.ERROR])
     assert np.all(np.isfinite(error)) and error.min() > 0
     ratio = np.sqrt(np.mean(far**2)) / np.sqrt(np.mean(error**2))
-    assert 0.4 < ratio < 1.3
-    assert np.sqrt(np.mean(far**2)) < 0.3 * np.std(want.logsumexp - entries.logsumexp)
+    assert 0.5 < ratio < 1.5, ratio
+    assert np.sqrt(np.mean(far**2)) < 0.02
 
 
 def told_and_slopes_of_64(h, W, y, entries):
@@ -484,7 +489,8 @@ def test_over_a_mesh_as_on_one_device(split):
     made = jaxmem.sharding.parallel(jaxmem.record_entries, mesh, **split)(
         h, W, y, k=K, key=KEY
     )
-    for want, got in zip(entries, made, strict=True):
+    np.testing.assert_array_equal(made.columns, entries.columns)
+    for want, got in zip(entries[1:], made[1:], strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
