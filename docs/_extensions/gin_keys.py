@@ -7,7 +7,7 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 from jaxmem.base import fields, user_code
-from jaxmem.train import configuration, keys
+from jaxmem.train import configuration
 
 
 class GinKeys(SphinxDirective):
@@ -28,14 +28,13 @@ def table(section: str) -> list[str]:
     """Lines of Markdown, one row per setting of the section and of its groups."""
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for path, group in fields.groups(configuration.sections()[section]).items():
-        helps = keys.help_of(group)
         for setting in fields.fields(group):
             if setting.group is not None:
                 continue
             kind = inspect.formatannotation(setting.annotation).replace("typing.", "")
             kind = user_code.choices(setting) or kind
             key = ".".join(filter(None, (section, path, setting.path)))
-            cells = f"`{key}`", f"`{kind}`", _default(setting), helps[setting.path]
+            cells = f"`{key}`", f"`{kind}`", _default(setting), setting.help
             row = [cell.replace("|", "\\|") for cell in cells]
             lines.append(f"| {' | '.join(row)} |")
     return lines

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol, TypeVar
 
 from jaxmem.base import messages
-from jaxmem.base.ranges import Range, integers, reals
+from jaxmem.base.ranges import integers, reals
 
 _T = TypeVar("_T")
 _Kind = TypeVar("_Kind")
@@ -280,34 +280,6 @@ def check_field(config: object, name: str, good: bool, expected: str) -> None:
     if not good:
         field = f"{type(config).__name__}.{name}"
         raise ValueError(messages.must_be(field, expected, value_of(config, name)))
-
-
-def check_numbers(config: Any, ranges: Mapping[str, Range]) -> None:
-    """Raise a ValueError that names the first field whose number is out of its range.
-
-    None is accepted in a field whose type allows it.
-    """
-    for field in dataclasses.fields(config):
-        if field.name not in ranges:
-            continue
-        value = getattr(config, field.name)
-        optional = type(None) in typing.get_args(field.type)
-        problem = ranges[field.name].problem(value)
-        if problem and not (optional and value is None):
-            suffix = ", or None" if optional else ""
-            raise ValueError(
-                f"{type(config).__name__}.{field.name} {problem}{suffix}, got "
-                f"{messages.short(value)}"
-            )
-
-
-def check_choices(config: Any) -> None:
-    """Raise a ValueError that names the first field that is none of its literals."""
-    for field in dataclasses.fields(config):
-        kinds = field.type, *typing.get_args(field.type)
-        if Literal in map(typing.get_origin, kinds):
-            good = accepts(field.type, getattr(config, field.name))
-            check_field(config, field.name, good, describe(field.type))
 
 
 def problem_of(value: Any) -> str | None:

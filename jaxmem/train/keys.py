@@ -1,9 +1,5 @@
 """All keys of a configuration: type, default and a one-line description."""
 
-import dataclasses
-import inspect
-import io
-import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,50 +24,15 @@ def _describe_section(section: str, dataclass: Any) -> Iterator[str]:
     for path, group in fields.groups(dataclass).items():
         name = f"{section}.{path}" if path else section
         yield f"# {name}: {(group.__doc__ or '').splitlines()[0]}"
-        helps = help_of(group)
         for setting in fields.fields(group):
             if setting.group is None:
-                about = f"{kind(setting)}; {helps[setting.path]}".rstrip("; ")
+                about = f"{kind(setting)}; {setting.help}".rstrip("; ")
                 yield f"{name}.{setting.path} = {setting.default!r}  # {about}"
 
 
 def kind(setting: Setting) -> str:
     """The values that a setting may have, in words: its type, or its known names."""
     return user_code.choices(setting) or describe(setting.annotation)
-
-
-def help_of(dataclass: type) -> dict[str, str]:
-    """The help of each field: the text in its annotation, or the comment beside it."""
-    comments = _read_comments(dataclass)
-    return {
-        setting.path: setting.help or comments.get(setting.path, "")
-        for setting in fields.fields(dataclass)
-    }
-
-
-def _read_comments(dataclass: type) -> dict[str, str]:
-    """Comments above or behind each field, from the class's source."""
-    source = inspect.getsource(dataclass)
-    names = {field.name for field in dataclasses.fields(dataclass)}  # type: ignore
-    by_field: dict[str, list[str]] = {}
-    above: list[str] = []
-    field, depth = None, 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = token.string
-        if token.type == tokenize.COMMENT:
-            (above if field is None else by_field[field]).append(text.lstrip("# "))
-        elif token.type == tokenize.OP:
-            depth += (text in "([{") - (text in ")]}")
-        elif token.type == tokenize.NEWLINE:
-            field = None
-        elif token.type == tokenize.NAME and field is None:
-            if text == "def":
-                break
-            if text in names and token.start[1] == 4 and not depth:
-                field, by_field[text], above = text, above, []
-            else:
-                above = []
-    return {name: " ".join(comments) for name, comments in by_field.items()}
 
 
 def text(config: JobConfig) -> str:

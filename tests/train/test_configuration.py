@@ -11,7 +11,9 @@ import hypothesis.strategies as st
 import pytest
 
 from jaxmem.base import fields
+from jaxmem.train import configuration
 from jaxmem.train.configuration import ConfigError, load
+from jaxmem.train.jobs import JOBS
 from jaxmem.train.jobs.config import SftJobConfig
 from tests.helpers import nasty
 
@@ -119,6 +121,13 @@ def test_load_ignores_and_leaves_the_bindings_of_gin(gin_file):
         gin.bind_parameter("theirs.hidden.width", 64)
     assert load(gin_file("run.steps = 30"))[0].run.steps == 30
     assert hidden() == 64 and "hidden.width = 64" in gin.config_str()
+
+
+def test_every_setting_has_a_help_and_a_default():
+    known = configuration._settings(JOBS)
+    assert len(known) > 200
+    missing = dataclasses.MISSING
+    assert not [k for k, x in known.items() if not x.help or x.default is missing]
 
 
 def test_operative_text_loads_to_same_config(gin_file):
