@@ -43,6 +43,8 @@ def _are_widths(widths: tuple[int, ...]) -> bool:
     return positive and list(widths) == sorted(set(widths))
 
 
+_NO_BOUND = "None for correction={correction!r}, which has no such bound"
+_UNCUT = "a different value with prefix_cut={prefix_cut}"
 ROW_LENGTHS = Must("increasing positive integers", _are_widths)
 
 
@@ -172,16 +174,19 @@ class GrpoConfig:
     ] = 0.01
 
     RULES = (
-        *(
-            must(
-                f"correction_{side}",
-                "None for correction={correction!r}, which has no such bound",
-                lambda grpo, side=side: (
-                    getattr(grpo.correction_row, side) is not None
-                    or getattr(grpo, f"correction_{side}") is None
-                ),
-            )
-            for side in ("low", "high")
+        must(
+            "correction_low",
+            _NO_BOUND,
+            lambda grpo: (
+                grpo.correction_low is None or grpo.correction_row.low is not None
+            ),
+        ),
+        must(
+            "correction_high",
+            _NO_BOUND,
+            lambda grpo: (
+                grpo.correction_high is None or grpo.correction_row.high is not None
+            ),
         ),
         must("correction_low", "0 or more, or None", lambda grpo: grpo.bounds[0] >= 0),
         must(
@@ -197,15 +202,15 @@ class GrpoConfig:
     )
     # Rules that read the row of `loss`, for which a user's file is executed.
     LOSS_RULES = (
-        *(
-            must(
-                f"clip_{side}",
-                "None for loss={loss!r}",
-                lambda grpo, side=side: (
-                    grpo.policy_loss.clips or getattr(grpo, f"clip_{side}") is None
-                ),
-            )
-            for side in ("low", "high")
+        must(
+            "clip_low",
+            "None for loss={loss!r}",
+            lambda grpo: grpo.clip_low is None or grpo.policy_loss.clips,
+        ),
+        must(
+            "clip_high",
+            "None for loss={loss!r}",
+            lambda grpo: grpo.clip_high is None or grpo.policy_loss.clips,
         ),
         must(
             "clip_low",
@@ -220,29 +225,20 @@ class GrpoConfig:
             "0 or more, or None",
             lambda grpo: grpo.clip_high is None or grpo.clip_high >= 0,
         ),
-        *(
-            must(
-                setting,
-                f"a different value with prefix_cut={{prefix_cut}}: {why}",
-                lambda grpo, unfit=unfit: grpo.prefix_cut is None or not unfit(grpo),
-            )
-            for setting, unfit, why in (
-                (
-                    "loss",
-                    lambda grpo: grpo.has_sequence_ratio,
-                    "it reads whole sequences",
-                ),
-                (
-                    "correction",
-                    lambda grpo: grpo.drops_sequences,
-                    "it reads whole sequences",
-                ),
-                (
-                    "epochs",
-                    lambda grpo: grpo.epochs > 1,
-                    "all completions would be cut at the same place",
-                ),
-            )
+        must(
+            "loss",
+            f"{_UNCUT}: it reads whole sequences",
+            lambda grpo: grpo.prefix_cut is None or not grpo.has_sequence_ratio,
+        ),
+        must(
+            "correction",
+            f"{_UNCUT}: it reads whole sequences",
+            lambda grpo: grpo.prefix_cut is None or not grpo.drops_sequences,
+        ),
+        must(
+            "epochs",
+            f"{_UNCUT}: all completions would be cut at the same place",
+            lambda grpo: grpo.prefix_cut is None or grpo.epochs == 1,
         ),
     )
 
