@@ -11,10 +11,13 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from jaxmem.base import files, hub, json_files
+from jaxmem.base import hub, json_files
 from jaxmem.evaluate.config import EvaluateRequest
 from jaxmem.evaluate.model import HarnessModel
+from jaxmem.evaluate.recorded_answers import RecordedAnswers
 from jaxmem.generate.model import Model
+from jaxmem.score.fingerprint import fingerprint_of
+from jaxmem.score.journal import ResumableOutput
 from jaxmem.train.output import report
 from jaxmem.train.state import ownership
 
@@ -41,29 +44,64 @@ def run(request: EvaluateRequest) -> dict[str, Any]:
     _check_request(request, out)
     manager = TaskManager(include_path=request.include)
     names = _known_tasks(request.tasks, manager)
-    model = Model.of(request, request.chat_template_kwargs)
+    output = ResumableOutput(out, "group of requests")
+    with output.locked():
+        model = Model.of(request, request.chat_template_kwargs)
+        with output.journal(_fingerprint(request, model)) as journal:
+            harness = HarnessModel(
+                model,
+                str(directory),
+                request.max_tokens,
+                request.batch_size,
+                RecordedAnswers(journal),
+            )
+            results = _evaluate(request, harness, names, manager)
+            print(make_table(results))
+            content = _content(request, directory, results)
+            journal.finish(lambda file, _: file.write(content))
+    print(f"saved in {out}")
+    if is_run and request.out is None:
+        report.write(directory)
+    return results["results"]
+
+
+def _evaluate(
+    request: EvaluateRequest,
+    harness: HarnessModel,
+    tasks: list[str],
+    manager: TaskManager,
+) -> dict[str, Any]:
     evaluate: Any = lm_eval.simple_evaluate  # its decorator loses its type
-    results = evaluate(
-        HarnessModel(model, str(directory), request.max_tokens, request.batch_size),
-        tasks=names,
+    return evaluate(
+        harness,
+        tasks=tasks,
         num_fewshot=request.shots,
         limit=request.limit,
         apply_chat_template=request.chat,
         task_manager=manager,
         log_samples=False,
     )
-    print(make_table(results))
+
+
+def _content(
+    request: EvaluateRequest, directory: Path, results: dict[str, Any]
+) -> bytes:
+    """The content of the file of results."""
     kept = {
         name: results[name] for name in ("results", "n-shot", "n-samples", "versions")
     }
     options = dataclasses.asdict(request) | {"lm_eval": lm_eval.__version__}
     if (model_of_hub := hub.model_of(directory)) is not None:
         options["model"] = str(model_of_hub)
-    files.write_whole(out, json.dumps({**kept, "options": options}, indent=1) + "\n")
-    print(f"saved in {out}")
-    if is_run and request.out is None:
-        report.write(directory)
-    return results["results"]
+    return f"{json.dumps({**kept, 'options': options}, indent=1)}\n".encode()
+
+
+def _fingerprint(request: EvaluateRequest, model: Model) -> str:
+    """Hash everything that answers and their order depend on, but the tasks' files."""
+    options = dataclasses.asdict(request) | {"lm_eval": lm_eval.__version__}
+    for name in ("model", "out", "trust_code"):
+        del options[name]
+    return fingerprint_of(json.dumps(options), model.files, ())
 
 
 def _check_request(request: EvaluateRequest, out: Path) -> None:

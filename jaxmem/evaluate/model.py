@@ -1,7 +1,9 @@
 """A saved model behind the model interface of lm-evaluation-harness."""
 
+import dataclasses
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ from jaxmem.base import messages
 from jaxmem.data.chat_messages import talk_of
 from jaxmem.data.documents import NO_LABEL
 from jaxmem.data.rendering import Conversation
+from jaxmem.evaluate.recorded_answers import RecordedAnswers
 from jaxmem.generate.completions import EncodedPrompt, Generator
 from jaxmem.generate.config import GenerateConfig
 from jaxmem.generate.model import Model
@@ -42,6 +45,7 @@ class HarnessModel(LM):
         name: identifies the model where the harness caches requests.
         max_tokens: slots of a micro-batch of texts to be scored.
         batch_size: completions that are sampled together.
+        answers: records them; None: they are not recorded.
 
     Raises:
         ValueError: the vocabulary has neither a start nor an end of sequence, one of
@@ -49,10 +53,16 @@ class HarnessModel(LM):
     """
 
     def __init__(
-        self, model: Model, name: str, max_tokens: int = 4096, batch_size: int = 8
+        self,
+        model: Model,
+        name: str,
+        max_tokens: int = 4096,
+        batch_size: int = 8,
+        answers: RecordedAnswers | None = None,
     ):
         super().__init__()
         self._model, self._name, self._batch_size = model, name, batch_size
+        self._answers = answers
         self._max_tokens = max_tokens
         self._length = min(max_tokens, model.max_positions)
         vocabulary = model.vocabulary
@@ -144,10 +154,20 @@ class HarnessModel(LM):
                 self._encode_prompt(requests[i].args[0], i, options) for i in indices
             ]
             for start in range(0, len(prompts), self._batch_size):
-                done = generator.complete(prompts[start : start + self._batch_size])
-                for index, completion in zip(indices[start:], done, strict=False):
-                    texts[index] = completion.text
+                batch = prompts[start : start + self._batch_size]
+                done = self._answer(
+                    [dataclasses.asdict(options), batch],
+                    functools.partial(_complete, generator, batch),
+                )
+                for index, text in zip(indices[start:], done, strict=False):
+                    texts[index] = text
         return texts
+
+    def _answer(self, inputs: Any, compute: Callable[[], list[Any]]) -> list[Any]:
+        """The answers to a group of requests, as `RecordedAnswers.of_group`."""
+        if self._answers is None:
+            return compute()
+        return self._answers.of_group(inputs, compute)
 
     # ----------------------------------------------------------------- ids
 
@@ -260,12 +280,21 @@ class HarnessModel(LM):
         results: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
         for start in range(0, len(order), _WINDOWS_AT_ONCE):
             some = order[start : start + _WINDOWS_AT_ONCE]
-            scores = self._score_windows([windows[i] for i in some])
-            for i, score in zip(some, scores, strict=True):
-                logprob = float(score["logprobs"].sum(dtype=np.float64))
-                greedy = score["greedy"][-windows[i].scored :]
-                results[i] = logprob, bool(greedy.all())
+            group = [windows[i] for i in some]
+            scores = self._answer(group, functools.partial(self._score_group, group))
+            for i, (logprob, is_greedy) in zip(some, scores, strict=True):
+                results[i] = logprob, is_greedy
         return results
+
+    def _score_group(self, windows: Sequence[HarnessWindow]) -> list[Any]:
+        """The sum of log-probabilities of each window, and if it is greedy."""
+        return [
+            (
+                float(score["logprobs"].sum(dtype=np.float64)),
+                bool(score["greedy"][-window.scored :].all()),
+            )
+            for window, score in zip(windows, self._score_windows(windows), strict=True)
+        ]
 
     def _score_windows(
         self, windows: Sequence[HarnessWindow]
@@ -279,6 +308,10 @@ class HarnessModel(LM):
             return _token_scores(self._model.decoder, *arrays)
 
         return by_micro_batch(run, inputs, labels, self._max_tokens, self._length)
+
+
+def _complete(generator: Generator, prompts: Sequence[EncodedPrompt]) -> list[str]:
+    return [completion.text for completion in generator.complete(prompts)]
 
 
 def _describe_pair(context: str, continuation: str) -> str:

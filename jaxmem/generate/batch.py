@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,7 +61,6 @@ def generate_file(
         WriteError: the disk is full; recorded completions are not computed again.
         KeyboardInterrupt, SystemExit: after a signal, once the batch is recorded.
     """
-    console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
     target = Path(out).expanduser()
     if target.suffix != ".jsonl":
         raise ValueError(f"--out must be a .jsonl file, got {target}")

@@ -10,6 +10,7 @@ import contextlib
 import filecmp
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -21,7 +22,7 @@ from jaxmem.base.stopping import Stop
 from jaxmem.train.output.progress import Progress
 
 _HEAD = b'{"fingerprint"'  # of a journal
-Write = Callable[[BinaryIO, Iterator[dict[str, Any]]], None]
+Write = Callable[[BinaryIO, Iterator[dict[str, Any]]], object]
 
 
 class ScoreResult(Protocol):
@@ -41,11 +42,12 @@ class Journal:
         source: name of the documents' file; a journal that is continued keeps its first
             name.
         boundaries: numbers of documents after which a group ends, from 0 to the number
-            of all documents; a journal is continued after one of them.
+            of all documents; a journal is continued after one of them. None: after each
+            one, their number is unknown, and an output that exists may be replaced.
 
     Attributes:
         done: number of documents whose results are recorded.
-        total: number of all documents.
+        total: number of all documents; None if it is unknown.
         source: the name under which documents are recorded.
 
     Raises:
@@ -53,13 +55,17 @@ class Journal:
     """
 
     def __init__(
-        self, out: Path, fingerprint: str, source: str, boundaries: Iterable[int]
+        self,
+        out: Path,
+        fingerprint: str,
+        source: str = "",
+        boundaries: Iterable[int] | None = None,
     ):
         self.out, self.path = out, out.with_name(out.name + ".unfinished")
         self._partial = out.with_name(out.name + ".made")  # renamed to `out` when whole
         self.done, self.source = 0, source
-        ends = set(boundaries)
-        self.total = max(ends)
+        ends = None if boundaries is None else set(boundaries)
+        self.total = None if ends is None else max(ends)
         head = json.dumps({"fingerprint": fingerprint, "source": source})
         if self.path.exists():
             self._continue(fingerprint, head, ends)
@@ -67,7 +73,8 @@ class Journal:
             raise ValueError(
                 f"{self._partial} exists already; move it, or name another --out"
             )
-        if out.exists() and (not self.path.exists() or self.done < self.total):
+        is_whole = self.path.exists() and self.done == self.total
+        if out.exists() and self.total is not None and not is_whole:
             raise ValueError(f"{out} exists already; delete it, or name another --out")
         if not self.path.exists():
             files.write_whole(self.path, head + "\n")
@@ -79,7 +86,9 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _continue(self, fingerprint: str, head: str, boundaries: set[int]) -> None:
+    def _continue(
+        self, fingerprint: str, head: str, boundaries: set[int] | None
+    ) -> None:
         """Truncate the journal after the last complete group."""
         end, count = 0, -1  # the first line is not a document
         with open(self.path, "rb") as file:
@@ -95,7 +104,7 @@ class Journal:
                 if not line.endswith(b"}\n") or b"\0" in line:  # incomplete line
                     break
                 count += 1
-                if count in boundaries:
+                if boundaries is None or count in boundaries:
                     end, self.done = file.tell(), count
         files.truncate(self.path, end)
 
@@ -147,10 +156,8 @@ class Journal:
         with files.write_errors(self.out):
             try:
                 self._write_out(write)
-                same = not self.out.exists() or filecmp.cmp(
-                    self._partial, self.out, False
-                )
-                if not same:
+                is_new = self.total is None or not self.out.exists()
+                if not is_new and not filecmp.cmp(self._partial, self.out, False):
                     raise ValueError(
                         f"{self.out} exists, and differs from the results in "
                         f"{self.path}; delete one of them"
@@ -194,11 +201,14 @@ class ResumableOutput:
     Args:
         path: of the output file.
         noun: one result in messages, such as "document".
-        console: receives messages and progress.
+        console: receives messages and progress; by default a new one of stderr.
     """
 
-    def __init__(self, path: Path, noun: str, console: Console):
-        self.path, self._noun, self._console = path, noun, console
+    def __init__(self, path: Path, noun: str, console: Console | None = None):
+        self.path, self._noun = path, noun
+        self._console = console or Console(
+            stderr=True, force_terminal=sys.stderr.isatty()
+        )
         self._stop = Stop()
 
     @contextlib.contextmanager
@@ -216,7 +226,10 @@ class ResumableOutput:
 
     @contextlib.contextmanager
     def journal(
-        self, fingerprint: str, source: str, boundaries: Iterable[int]
+        self,
+        fingerprint: str,
+        source: str = "",
+        boundaries: Iterable[int] | None = None,
     ) -> Iterator[Journal]:
         """Begin or continue the journal, as `Journal` says, inside of `locked`."""
         with Journal(self.path, fingerprint, source, boundaries) as journal:
@@ -226,9 +239,11 @@ class ResumableOutput:
                 yield journal
             finally:
                 if self._stop.signal:
+                    last = f"{self._noun} {journal.done:,}"
+                    if journal.total is not None:
+                        last += f" of {journal.total:,}"
                     self.log(
-                        f"stopped by {self._stop.name} after {self._noun} "
-                        f"{journal.done:,} of {journal.total:,}, all recorded in "
+                        f"stopped by {self._stop.name} after {last}, all recorded in "
                         f"{journal.path}; run the same command again to continue"
                     )
 
@@ -249,6 +264,7 @@ class ResumableOutput:
             The number of tokens that this process has read.
         """
         noun, total = f"{self._noun}s", journal.total
+        assert total is not None
         with (
             self._stop.deferred(),
             Progress(self._console, noun, total, journal.done) as progress,

@@ -106,7 +106,7 @@ def _score(
     ends = [0, *(end for _, end in groups)]
     with output.journal(fingerprint, prefix, ends) as journal:
         started, read = time.perf_counter(), 0
-        if journal.done < journal.total:
+        if journal.done < len(documents):
             named = zip(documents, names, strict=True)
             documents = [d._replace(name=journal.source + n) for d, n in named]
             decoder = model.load()

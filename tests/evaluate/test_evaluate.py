@@ -14,8 +14,9 @@ from jaxmem.commands import cli
 
 pytest.importorskip("lm_eval", reason="lm-eval comes with the extra eval")
 
-from jaxmem.evaluate import command  # noqa: E402
+from jaxmem.evaluate import command, model as evaluate_model  # noqa: E402
 from jaxmem.evaluate.model import HarnessModel  # noqa: E402
+from jaxmem.score import journal  # noqa: E402
 from jaxmem.train.output import charts  # noqa: E402
 from jaxmem.train.state.ownership import RunDirectory  # noqa: E402
 from tests.evaluate import make_expected
@@ -234,6 +235,72 @@ def test_eval_codes_the_base(directory, tasks, tmp_path):
     made = json.loads(out.read_text())
     assert status == 0 and made["options"]["base"] == "int8"
     assert made["results"]["words"]["exact_match,none"] == pytest.approx(2 / 3)
+
+
+@pytest.fixture
+def evaluated(directory, tasks, tmp_path, monkeypatch):
+    """Evaluates in groups of two requests; returns the results of a file."""
+    monkeypatch.setattr(evaluate_model, "_WINDOWS_AT_ONCE", 2)
+    tasks = shutil.copytree(tasks, tmp_path / "tasks")
+
+    def evaluated(out, *more):
+        out = tmp_path / out
+        status = cli.main(
+            ["eval", str(directory), "--include", str(tasks), "--dtype", "float32",
+             "--tasks", "choices,words", "--batch-size", "2", "--out", str(out), *more]
+        )  # fmt: skip
+        if status:
+            return None
+        assert not out.with_name(f"{out.name}.unfinished").exists()
+        return json.loads(out.read_text())["results"]
+
+    evaluated.tasks = tasks
+    return evaluated
+
+
+def killed_after(groups, evaluated, monkeypatch):
+    """A command that dies in the middle of a write, after so many that were whole."""
+    count, append = 0, journal.Journal.append
+
+    def half(self, made):
+        nonlocal count
+        if count == groups:
+            with open(self.path, "ab") as file:
+                file.write(b'{"inputs": "half')
+            raise KeyboardInterrupt
+        count += 1
+        append(self, made)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "append", half)
+        assert evaluated("x.json") is None
+
+
+@pytest.mark.parametrize("groups", [full(0), full(2), 4])
+def test_killed_eval_repeats_and_loses_nothing(groups, evaluated, monkeypatch, capsys):
+    whole = evaluated("whole.json")
+    killed_after(groups, evaluated, monkeypatch)
+    assert "interrupted" in capsys.readouterr().err
+    counts, append = [], journal.Journal.append
+    monkeypatch.setattr(
+        journal.Journal, "append", lambda self, x: counts.append(1) or append(self, x)
+    )
+    assert evaluated("x.json") == whole
+    assert len(counts) == 5 - groups  # three pairs of texts, and two of prompts
+
+
+def test_unfinished_eval_of_other_requests_is_refused(evaluated, monkeypatch, capsys):
+    killed_after(1, evaluated, monkeypatch)
+    assert evaluated("x.json", "--limit", "2") is None
+    assert "unfinished results of other inputs" in capsys.readouterr().err
+    other = evaluated.tasks / "other.json"
+    text = (evaluated.tasks / "rows.json").read_text()
+    for word in ("one", "cat", "some"):
+        text = text.replace(word, "other")
+    other.write_text(text)
+    (evaluated.tasks / "choices.yaml").write_text(CHOICES.format(data=other))
+    assert evaluated("x.json") is None
+    assert "x.json.unfinished contains answers to other req" in capsys.readouterr().err
 
 
 def test_eval_sets_variables_of_the_template(directory, tasks, tmp_path, monkeypatch):
