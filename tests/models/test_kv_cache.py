@@ -204,7 +204,7 @@ def test_weights_cast_beforehand_are_equal(norm_offset):
 @pytest.mark.full
 @pytest.mark.parametrize(("tied", "softcap"), [slow(True, None), (False, 0.3)])
 def test_logits_are_those_inside_the_head(tied, softcap):
-    model = decoder(tied=tied, softcap=softcap, dtype="bfloat16")
+    model = decoder(tied=tied, dtype="bfloat16", **{"logits.softcap": softcap})
     hidden = whole(model, random_tokens())[:, 0]
     labels = np.array([0, 60, 7, 30])
     logits = model.logits(hidden)
