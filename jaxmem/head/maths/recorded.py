@@ -117,10 +117,10 @@ def of_rows(
     )
 
 
-def compact(entries: RecordedEntries, k: int) -> RecordedEntries:
-    """The first k slots in the order of their columns, empty ones last."""
+def compact(entries: RecordedEntries) -> RecordedEntries:
+    """Slots in the order of their columns, empty ones last."""
     columns, logits = lax.sort((entries.columns, entries.logits), num_keys=1)
-    return entries._replace(columns=columns[:, :k], logits=logits[:, :k])
+    return entries._replace(columns=columns, logits=logits)
 
 
 def check(entries: Any, shape: tuple[int, ...]) -> RecordedEntries:

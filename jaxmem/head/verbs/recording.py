@@ -105,17 +105,19 @@ def _record(
     )
     if spec.shards:
         entries = _joined(spec, entries)
-    return vocab_shards.vary(
-        recorded.compact(entries, spec.gradient_samples), spec.varying
-    )
+    return vocab_shards.vary(recorded.compact(entries), spec.varying)
 
 
 def _joined(spec: Spec, entries: RecordedEntries) -> RecordedEntries:
-    """The slots of all shards of the vocabulary, of which most are empty."""
+    """The entries of all shards of the vocabulary, which fill no more than K slots."""
 
     def gathered(x):
         return lax.all_gather(x, spec.shards.axes, axis=1, tiled=True, to="invarying")
 
-    return entries._replace(
+    every = entries._replace(
         columns=gathered(entries.columns), logits=gathered(entries.logits)
+    )
+    every = recorded.compact(every)
+    return every._replace(
+        columns=every.columns[:, : entries.k], logits=every.logits[:, : entries.k]
     )
