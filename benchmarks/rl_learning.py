@@ -92,7 +92,10 @@ def replay(steps, overrides) -> Iterator[dict]:
 
 
 def fractions(shares, config, seeds, workers, overrides) -> Iterator[dict]:
-    """Rows of each share, draw and seed: `workers` runs at a time, on a core each."""
+    """Rows of each share, draw and seed, and their `windows`.
+
+    `workers` runs take place at a time, on a core each.
+    """
     runs = [
         (share, draw, seed)
         for share in shares
@@ -100,7 +103,11 @@ def fractions(shares, config, seeds, workers, overrides) -> Iterator[dict]:
         for seed in range(seeds)
     ]
     given = [(config, *run, overrides) for run in runs]
-    yield from itertools.chain.from_iterable(on_cores(workers, _fraction, given))
+    rows = []
+    for found in on_cores(workers, _fraction, given):
+        yield from found
+        rows += found
+    yield from windows(rows)
 
 
 def on_cores(workers, run, given) -> Iterator:
@@ -132,12 +139,35 @@ def _fraction(config, share, draw, seed, overrides) -> list[dict]:
         history, _, (_, cpu) = run_grpo.train(config, given)
     facts = {"config": config, "token_fraction": share, "draw": draw, "seed": seed}
     facts |= {"run_cpu_seconds": round(cpu)}
-    rows = [*some_steps(history, facts, FRACTIONS, 10)]
-    rewards = np.array([step.reward for step in history])
-    for row in rows:  # over the 50 rollouts that end with this one
-        last = rewards[max(row["step"] - 50, 0) : row["step"]]
-        row["mean_reward"] = run_grpo.rounded(last.mean())
-    return rows
+    return [*some_steps(history, facts, FRACTIONS, 10)]
+
+
+def windows(rows) -> Iterator[dict]:
+    """Means of the rewards in each third of a run, over its rows, of all seeds.
+
+    `lowest` and `highest` are the means of single seeds.
+    """
+    last = max(row["step"] for row in rows)
+    ends = [round(last * k / 3) for k in range(4)]
+    for share, draw in dict.fromkeys((x["token_fraction"], x["draw"]) for x in rows):
+        runs = [x for x in rows if (x["token_fraction"], x["draw"]) == (share, draw)]
+        for before, end in itertools.pairwise(ends):
+            by_seed: dict[int, list[float]] = {}
+            for row in runs:
+                if before < row["step"] <= end:
+                    by_seed.setdefault(row["seed"], []).append(row["reward"])
+            means = [float(np.mean(rewards)) for rewards in by_seed.values()]
+            if means:
+                yield {
+                    "config": runs[0]["config"],
+                    "token_fraction": share,
+                    "draw": draw,
+                    "seed": "all",
+                    "step": f"{before + 1} to {end}",
+                    "reward": run_grpo.rounded(np.mean(means)),
+                    "lowest": run_grpo.rounded(min(means)),
+                    "highest": run_grpo.rounded(max(means)),
+                }
 
 
 HEADS = {

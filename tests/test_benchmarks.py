@@ -25,6 +25,7 @@ from benchmarks import (
     rl_learning,
     rl_mismatch,
     rl_sampler,
+    rl_tokens,
     run_distill,
     run_engine,
     run_grpo,
@@ -322,6 +323,32 @@ def test_rl_rows_have_first_last_and_some_steps():
     rows = [*rl_learning.some_steps([*map(Step, range(1, 8))], {"a": 1}, ["reward"], 3)]
     assert [row["step"] for row in rows] == [1, 3, 6, 7]
     assert rows[0] == {"a": 1, "step": 1, "reward": 0.3333}
+
+
+def test_rl_windows_are_means_of_thirds_by_seed():
+    rewards = {0: [0, 1, 2, 3, 4, 5], 1: [1, 1, 1, 1, 1, 1]}
+    rows = [
+        {"config": "x", "token_fraction": 0.5, "draw": "uniform", "seed": seed,
+         "step": step, "reward": reward}
+        for seed, values in rewards.items()
+        for step, reward in enumerate(values, start=1)
+    ]  # fmt: skip
+    found = list(rl_learning.windows(rows))
+    assert [row["step"] for row in found] == ["1 to 2", "3 to 4", "5 to 6"]
+    assert [row["reward"] for row in found] == [0.75, 1.75, 2.75]
+    assert [row["lowest"] for row in found] == [0.5, 1, 1]
+    assert [row["highest"] for row in found] == [1, 2.5, 4.5]
+
+
+def test_rl_tokens_are_drawn_with_less_variance_by_bounds():
+    for row in rl_tokens.variances(count=400, vocab_size=64):
+        assert row["added_uniform"] == pytest.approx(
+            1 / row["token_fraction"] - 1, abs=1e-4
+        )
+        assert row["added_importance"] < 0.8 * row["added_uniform"]
+        # Kantorovich's inequality, for bounds within a factor of sqrt(2).
+        assert row["added_importance"] < 1.031 * (1 + row["added_by_norm"]) - 1
+        assert row["largest_weight"] <= 10 / row["token_fraction"] + 0.1
 
 
 @pytest.mark.slow
