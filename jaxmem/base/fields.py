@@ -50,7 +50,7 @@ class Must:
     """A constraint in words, with the function that is True of good values."""
 
     be: str  # as in "a directory, or None"
-    is_good: Callable[[Any], bool]
+    is_good: Callable[[Any], bool] = dataclasses.field(repr=False)
 
     def fault(self, value: Any, optional: bool) -> str | None:
         """See `Constraint`."""

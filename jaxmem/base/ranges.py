@@ -18,7 +18,7 @@ SMALLEST = float(np.finfo(np.float32).tiny)
 _INT64 = 2**63 - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Range:
     """The numbers between two bounds; `integers` and `reals` create them."""
 
@@ -30,6 +30,11 @@ class Range:
     whole: bool = False  # True if only integers are in the range
     open_low: bool = False  # True if `low` itself is outside of the range
     open_high: bool = False  # True if `high` itself is outside of the range
+
+    def __repr__(self) -> str:
+        """The range in words, as `help` of a configuration's class shows it."""
+        bounds = "" if self.low is self.high is None else f" {self._describe_bounds}"
+        return f"<{'integers' if self.whole else 'numbers'}{bounds}>"
 
     def problem(self, value: Any) -> str | None:
         """The fault of a value, as in "must be finite"; None if it is in range."""

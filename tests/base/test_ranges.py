@@ -53,3 +53,9 @@ def test_numbers_in_range(numbers, value):
 )
 def test_others(numbers, value, problem):
     assert numbers.problem(value) == problem
+
+
+def test_repr_is_the_range_in_words():
+    assert repr(integers(1)) == "<integers at least 1>"
+    assert repr(reals(0, below=1)) == "<numbers in [0, 1)>"
+    assert repr(reals()) == "<numbers>"
