@@ -328,11 +328,14 @@ def test_mean_sums_of_draws_are_those_of_all_tokens(sampling):
     ones = np.ones(sampled.shape, np.float32)
     exact = sums_of(learned._replace(draw=TokenDraw(learned.learnable, ones)))
     drawn = [sums_of(learned.drawn(config, step, 0)) for step in range(60)]
-    for want, found in zip(exact, zip(*drawn, strict=True), strict=True):
+    # The few metrics move together, so that the error of their mean varies more.
+    for want, found, limit in zip(
+        exact, zip(*drawn, strict=True), (1.5, 3), strict=True
+    ):
         spread = np.linalg.norm(np.array(found) - want, axis=1).mean()
         error = np.linalg.norm(np.mean(found, axis=0) - want)
         assert spread > 0.02 * np.linalg.norm(want)
-        assert error < 1.5 * spread / np.sqrt(len(found))
+        assert error < limit * spread / np.sqrt(len(found))
 
 
 @pytest.mark.full
