@@ -25,7 +25,10 @@ from jaxmem.train.jobs.rollout import prompt_tasks
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 ARITHMETIC = ("grpo_arithmetic.gin", "grpo_arithmetic_multitoken.gin")
-OF_ENTRIES = "forward_error", "head_error", "head_rejected", "head_checked"
+OF_ENTRIES = (
+    "forward_error", "head_error", "head_rejected", "head_checked",
+    "head_without_estimate",
+)  # fmt: skip
 FIELDS = ("reward", "accuracy", "entropy", "sum_pi_squared", "kl", "mismatch_max")
 
 

@@ -136,13 +136,14 @@ class PolicyMetrics(NamedTuple):
     routers: dict[str, float] | None = None  # as in `StepMetrics`
     backend: str | None = None  # of the head's loss: "xla" or "hopper"
     forward_error: float | None = None  # as in `StepMetrics`
-    # With head.gradient=("recorded", k), else None: root mean square of the errors of
+    # With head.gradient=("recorded", k), else None: mean absolute error of
     # log-probabilities in nats, measured at some tokens by an exact forward pass;
-    # micro-batches of the updates, and those of them that took an exact forward pass
-    # because of grpo.max_head_error, whose forward_error counts as 0.
+    # micro-batches of the updates; those of them that took an exact forward pass
+    # because of grpo.max_head_error; tokens whose error has no estimate.
     head_error: float | None = None
     head_checked: int | None = None
     head_rejected: int | None = None
+    head_without_estimate: int | None = None
 
     spread = "held_out_at_k"  # its entries are fields of their own in files
 

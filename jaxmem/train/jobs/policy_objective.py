@@ -169,8 +169,8 @@ class GrpoConfig:
         float,
         reals(above=0),
         'with head.gradient=("recorded", k): a micro-batch takes an exact forward pass '
-        "if the error of its log-probabilities, in nats, exceeds this: the error that "
-        "is estimated from all tokens, or the one that is measured at a few",
+        "if the mean error of its log-probabilities, in nats, exceeds this: the error "
+        "that is estimated for all tokens, or the one that is measured at a few",
     ] = 0.01
 
     RULES = (
@@ -357,14 +357,23 @@ class PolicyBatch(NamedTuple):
         return {k: x for k, x in fields if x is not None and k not in others}
 
 
-class HeadCheck(NamedTuple):
-    """Errors of the log-probabilities that recorded entries give in a micro-batch."""
+# Largest error of a token in means, in nats: a few tokens without an estimate have the
+# results of their record, and do not decide about thousands of others.
+MOST_ERROR = 1.0
 
-    rejected: Any  # bool: an error is above grpo.max_head_error, or undefined
-    # root mean square of the standard deviations that are estimated, over all tokens
-    estimated: Any
-    squared_error: Any  # sum over the tokens that are probed
-    probed: Any  # number of these
+
+class HeadCheck(NamedTuple):
+    """Errors of the log-probabilities that recorded entries give in a micro-batch.
+
+    A token's error counts as `MOST_ERROR` at most.
+    """
+
+    rejected: Any  # bool: a mean is above grpo.max_head_error, or undefined
+    estimated: Any  # mean over all tokens of the standard deviations that are estimated
+    measured: Any  # mean over the tokens that are probed of their absolute errors
+    tokens: Any  # number of all tokens
+    probed: Any  # number of those that are probed
+    without_estimate: Any  # number of tokens whose standard deviation is infinite
 
 
 def token_objective(config: GrpoConfig, names: Sequence[str]) -> Callable:

@@ -158,12 +158,18 @@ def _of_checks(checks: Sequence[HeadCheck]) -> dict[str, float | None]:
     """Errors of log-probabilities from entries, as fields of `PolicyMetrics`."""
     if not checks:
         return {}
-    probed = sum(int(check.probed) for check in checks)
-    squares = sum(float(check.squared_error) for check in checks)
+
+    def mean(errors: list[float], counts: list[int]) -> float | None:
+        return float(np.average(errors, weights=counts)) if any(counts) else None
+
+    tokens = [int(check.tokens) for check in checks]
+    probed = [int(check.probed) for check in checks]
     return {
-        "head_error": math.sqrt(squares / probed) if probed else None,
+        "forward_error": mean([float(check.estimated) for check in checks], tokens),
+        "head_error": mean([float(check.measured) for check in checks], probed),
         "head_rejected": sum(bool(check.rejected) for check in checks),
         "head_checked": len(checks),
+        "head_without_estimate": sum(int(check.without_estimate) for check in checks),
     }
 
 

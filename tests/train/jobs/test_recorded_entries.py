@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -176,7 +178,7 @@ def test_first_update_is_exact_but_for_rounding(changes):
     assert checks and not any(check.rejected for check in checks)
     for check in checks:
         assert check.estimated < 1e-5
-        assert check.squared_error <= 1e-10 * max(check.probed, 1)
+        assert check.measured < 1e-5 and check.without_estimate == 0
     assert sum(check.probed for check in checks) > 10
     exact = exact_sums(job, state, part)
     np.testing.assert_allclose(sums.loss, exact.loss, rtol=1e-4, atol=1e-6)
@@ -264,6 +266,33 @@ def test_undefined_estimates_are_rejected():
     assert np.isfinite(flat(sums)).all() and np.isfinite(sums.loss)
 
 
+@pytest.mark.parametrize(
+    ("errors", "difference", "rejected"),
+    [
+        ([5e-3] * 400, 0.0, False),
+        ([2e-2] * 400, 0.0, True),
+        ([1e-3] * 400, 2e-2, True),
+        ([1e-3] * 399 + [np.inf], 9e-3, False),  # one token decides about no other
+        ([1e-3] * 390 + [np.inf] * 10, 0.0, True),
+        ([1e-3] * 399 + [np.nan], 0.0, True),
+        ([1e-3] * 400, np.nan, True),
+    ],
+)
+def test_mean_errors_decide_about_a_micro_batch(errors, difference, rejected):
+    labels, probed = np.zeros((1, 402), np.int32), np.zeros((1, 402), bool)
+    labels[:, 400:], probed[:, :4] = -1, True  # padding has no error
+    values = np.full((1, 402), np.inf, np.float32)
+    values[0, :400] = errors
+    rows = SimpleNamespace(batch=SimpleNamespace(labels=labels), probed=probed)
+    logprob = np.full((1, 402), -2.0, np.float32)
+    exact = np.where(probed, logprob - np.float32(difference), 0)
+    metrics = {"logprob": logprob, "exact": exact, "estimated_error": values}
+    check = job_of(RECORDED).program._check(rows, jax.tree.map(jnp.asarray, metrics))
+    assert bool(check.rejected) is rejected
+    assert (check.tokens, check.probed) == (400, 4)
+    assert check.without_estimate == np.isinf(errors).sum()
+
+
 def test_run_prints_and_counts_rejections(tmp_path):
     config = changed(RECORDED, grpo=dict(max_head_error=1e-3, epochs=2))
     result, text = train(config, tmp_path / "run", steps=2)
@@ -272,6 +301,7 @@ def test_run_prints_and_counts_rejections(tmp_path):
         assert step.head_error > 1e-3
         line = rf"step {step.step}: {step.head_rejected} of 16 micro-batches took an"
         assert re.search(line + r"\s+exact forward", text)
+        assert 0 < step.forward_error < 1 and step.head_without_estimate == 0
         assert step.mismatch_max < 1e-5 and step.gradient_samples == K
     assert result.history[0].old_seconds < 1e-2
 

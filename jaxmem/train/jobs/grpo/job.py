@@ -583,7 +583,7 @@ class Grpo(Job, name="grpo"):
             **rollout_metrics.of_updates(updates),
             **seconds,
         }
-        self._tell_of_rejections(number, fields)
+        self._tell_of_rejections(number, updates)
         routed = [u.routed for u in updates if u.routed is not None]
         if routed:
             total = jax.tree.map(lambda *x: sum(x), *routed)
@@ -601,15 +601,19 @@ class Grpo(Job, name="grpo"):
             **fields,
         )
 
-    def _tell_of_rejections(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Say that micro-batches of a step took an exact forward pass."""
-        if fields.get("head_rejected"):
-            bound = self.config.grpo.max_head_error
+    def _tell_of_rejections(self, number: int, updates: Sequence[Update]) -> None:
+        """Say that micro-batches of a step took an exact forward pass, and why."""
+        checks = [check for update in updates for check in update.checks]
+        rejected = [check for check in checks if check.rejected]
+        if rejected:
+            estimated = max(float(check.estimated) for check in rejected)
+            measured = max(float(check.measured) for check in rejected)
             self._say(
-                f"step {number}: {fields['head_rejected']} of "
-                f"{fields['head_checked']} micro-batches took an exact forward pass, "
-                "because log-probabilities from recorded entries had an error above "
-                f"grpo.max_head_error={bound:g} (measured: {fields['head_error']:.2g})"
+                f"step {number}: {len(rejected)} of {len(checks)} micro-batches took "
+                "an exact forward pass, because their log-probabilities from recorded "
+                f"entries had mean errors of up to {estimated:.2g} nats as estimated, "
+                f"and {measured:.2g} as measured; the bound is "
+                f"grpo.max_head_error={self.config.grpo.max_head_error:g}"
             )
 
     def _tell_of_cuts(self, number: int, share: float | None) -> None:

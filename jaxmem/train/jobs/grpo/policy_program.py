@@ -26,6 +26,7 @@ from jaxmem.train.jobs import loss_arguments
 from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo.minibatches import probe_count
 from jaxmem.train.jobs.policy_objective import (
+    MOST_ERROR,
     HeadCheck,
     PolicyBatch,
     PolicyHeadOptions,
@@ -302,19 +303,13 @@ class PolicyProgram(SamplingProgram):
 
     def _check(self, rows: PolicyBatch, metrics: dict[str, jax.Array]) -> HeadCheck:
         """Compare the errors of a micro-batch with `grpo.max_head_error`."""
-        live, bound = rows.batch.labels >= 0, self.config.grpo.max_head_error
-
-        def sum_of_squares(error, where):
-            return jnp.sum(jnp.where(where, error, 0) ** 2)
-
-        total = sum_of_squares(metrics[_ESTIMATED], live)
-        estimated = jnp.sqrt(total / jnp.maximum(jnp.sum(live), 1))
-        difference = metrics["logprob"] - metrics[_EXACT]
-        probed = jnp.asarray(rows.probed)
-        squared, count = sum_of_squares(difference, probed), jnp.sum(probed)
-        measured = jnp.sqrt(squared / jnp.maximum(count, 1))
+        live, probed = jnp.asarray(rows.batch.labels) >= 0, jnp.asarray(rows.probed)
+        bound, error = self.config.grpo.max_head_error, metrics[_ESTIMATED]
+        estimated, tokens = _mean_error(error, live)
+        measured, count = _mean_error(metrics["logprob"] - metrics[_EXACT], probed)
+        lost = jnp.sum(live & jnp.isinf(error))
         accepted = (estimated <= bound) & (measured <= bound)  # False for NaN
-        return HeadCheck(~accepted, estimated, squared, count)
+        return HeadCheck(~accepted, estimated, measured, tokens, count, lost)
 
     def trace_backward(self) -> jax.stages.Traced:
         """See `DecoderProgram`: the gradients of the largest micro-batch."""
@@ -396,6 +391,12 @@ class CompiledAtUse(dict[Shape, jax.stages.Compiled]):
     def __missing__(self, shape: Shape) -> jax.stages.Compiled:
         self[shape] = compiled = self._trace(shape).lower().compile()
         return compiled
+
+
+def _mean_error(error: jax.Array, where: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean of errors, each at most `MOST_ERROR`, and the number of tokens."""
+    capped, count = jnp.minimum(abs(error), MOST_ERROR), jnp.sum(where)
+    return jnp.sum(jnp.where(where, capped, 0)) / jnp.maximum(count, 1), count
 
 
 def _int_shape(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
