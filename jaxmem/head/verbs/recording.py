@@ -103,21 +103,22 @@ def _record(
     entries = recorded.of_rows(
         selected, z[:, 1:], label_logit, Outputs(**outputs), exists
     )
-    if spec.shards:
-        entries = _joined(spec, entries)
-    return vocab_shards.vary(recorded.compact(entries), spec.varying)
+    entries = recorded.compact(_over_shards(spec, entries))
+    return vocab_shards.vary(entries, spec.varying)
 
 
-def _joined(spec: Spec, entries: RecordedEntries) -> RecordedEntries:
+def _over_shards(spec: Spec, entries: RecordedEntries) -> RecordedEntries:
     """The entries of all shards of the vocabulary, which fill no more than K slots."""
+    if not spec.shards:
+        return entries
+    axes, k = spec.shards.axes, entries.k
 
     def gathered(x):
-        return lax.all_gather(x, spec.shards.axes, axis=1, tiled=True, to="invarying")
+        return lax.all_gather(x, axes, axis=1, tiled=True, to="invarying")
 
-    every = entries._replace(
-        columns=gathered(entries.columns), logits=gathered(entries.logits)
+    every = recorded.compact(
+        entries._replace(
+            columns=gathered(entries.columns), logits=gathered(entries.logits)
+        )
     )
-    every = recorded.compact(every)
-    return every._replace(
-        columns=every.columns[:, : entries.k], logits=every.logits[:, : entries.k]
-    )
+    return every._replace(columns=every.columns[:, :k], logits=every.logits[:, :k])
