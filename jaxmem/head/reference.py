@@ -142,28 +142,28 @@ def divergence(hidden, W, target, **options):
     """Divergence of softmax(z) from what is known of the target; 0 where masked."""
     z, active = read(hidden, W, **options)
     temperature = options.get("temperature", 1.0)
-    D = divergence_from(target.of, target.kind, jax.nn.softmax(z), temperature)
+    D = divergence_from(target.of, target.kind, jax.nn.log_softmax(z), temperature)
     return jnp.where(active, D, 0)
 
 
 @functools.singledispatch
-def divergence_from(of, kind, p, temperature) -> jax.Array:
+def divergence_from(of, kind, ln_p, temperature) -> jax.Array:
     """Divergence of p [..., V] from a teacher, from known columns, or from draws."""
     raise TypeError(type(of))
 
 
 @divergence_from.register
-def _(of: Teacher, kind, p, temperature):
+def _(of: Teacher, kind, ln_p, temperature):
     temperature = temperature if of.temperature is None else of.temperature
     q = jax.nn.softmax(logits_of(of.hidden, of.head, temperature))
-    return compare(kind, p, lax.stop_gradient(q))
+    return compare(kind, jnp.exp(ln_p), lax.stop_gradient(q))
 
 
 @divergence_from.register
-def _(of: Columns, kind, p, temperature):
+def _(of: Columns, kind, ln_p, temperature):
     same = of.ids[..., None] == of.ids[..., None, :]
     known = (of.ids >= 0) & (jnp.argmax(same, -1) == jnp.arange(of.ids.shape[-1]))
-    p = jnp.where(known, at(p, of.ids), 0)
+    p = jnp.where(known, jnp.exp(at(ln_p, of.ids)), 0)
     q = jnp.where(known, jnp.exp(lax.stop_gradient(of.logprobs)), 0)
     if of.tail:  # all other columns together are one more outcome
         p, q = (jnp.append(x, 1 - x.sum(-1, keepdims=True), axis=-1) for x in (p, q))
@@ -173,9 +173,9 @@ def _(of: Columns, kind, p, temperature):
 
 
 @divergence_from.register
-def _(of: Drawn, kind, p, temperature):
+def _(of: Drawn, kind, ln_p, temperature):
     present = of.ids >= 0
-    ln_p = jnp.where(present, jnp.log(at(p, of.ids)), 0)
+    ln_p = jnp.where(present, at(ln_p, of.ids), 0)
     return -jnp.sum(ln_p, -1) / jnp.maximum(jnp.sum(present, -1), 1)
 
 

@@ -232,6 +232,8 @@ def dlogits_of(z, is_label, rows: Outputs, c: Coefficients) -> jax.Array:
         dz = _add_optional(dz, c.beta[:, None] * (p * log_p))
     if c.label is not None:
         at_label = c.label * -jnp.expm1(rows.logprob)  # 1 - p would round to 0
+        # The logprob of a label among the columns of padding is not a number.
+        at_label = jnp.where(c.label == 0, 0, at_label)
         by_label = jnp.where(is_label, at_label[:, None], -c.label[:, None] * p)
         dz = by_label if dz is None else by_label + dz
     return jnp.zeros_like(z) if dz is None else dz

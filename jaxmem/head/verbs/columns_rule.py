@@ -184,6 +184,8 @@ def at_entries(
         [id_columns.distinct_columns(spec, d.ids), entries.columns], axis=1
     )
     used = rows.active[:, None] & (columns < spec.columns)
+    # Empty slots, as a value of 0 times a masked token's NaN would be NaN.
+    columns = jnp.where(used, columns, spec.columns)
     return column_sampling.SparseDerivative(columns, jnp.where(used, dz, 0))
 
 
