@@ -29,7 +29,11 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent
 
 # Module to the tests that are to kill its mutants, the likeliest first.
-OF_LOOPS = ("tests/head/verbs/test_api.py", "tests/head/backends/test_xla.py")
+OF_LOOPS = (
+    "tests/head/test_functions.py",
+    "tests/head/verbs/test_api.py",
+    "tests/head/backends/test_xla.py",
+)
 MODULES = {
     "jaxmem/head/maths/row_stats.py": ("tests/head/maths/test_row_stats.py", *OF_LOOPS),
     "jaxmem/head/maths/backend_operands.py": (

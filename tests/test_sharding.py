@@ -1,6 +1,8 @@
 """jaxmem.sharding.parallel: global arrays on a mesh give what one device gives."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
-from jaxmem import packing
-from tests.helpers import oracle
-from tests.helpers.cases import Case, slow
+from tests.helpers.cases import Case, full, slow
+from tests.helpers.crossing import Setting, check
+from tests.helpers.functions import FUNCTIONS
 from tests.helpers.meshes import collectives, jit
-from tests.helpers.targets import loss_of_two_heads, of_columns, of_two_heads
-from tests.helpers.token_stats import FLOATS
-from tests.helpers.tolerance import EPSILON, STATS_EPSILON, error
+from tests.helpers.targets import of_columns, of_two_heads
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
     pytest.skip(f"needs 8 devices, has {jax.device_count()}", allow_module_level=True)
@@ -52,6 +52,43 @@ def parallel(verb, name, kind=AxisType.Auto, **changes):
     return jaxmem.sharding.parallel(verb, mesh, **options)
 
 
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """The functions of `jaxmem` over the mesh of a plan."""
+
+    plan: str
+    kind: Any = AxisType.Auto
+    changes: tuple = ()
+
+    def __getattr__(self, name):
+        verb = getattr(jaxmem, name)
+        return parallel(verb, self.plan, self.kind, **dict(self.changes))
+
+
+MIXED = (AxisType.Explicit, AxisType.Auto) * 2
+FORMS = [
+    *map(OnMesh, PLANS),
+    *(OnMesh("sequences", kind) for kind in (AxisType.Explicit, MIXED, MIXED[::-1])),
+    *(OnMesh("2x4", changes=((split, None),)) for split in ("vocab", "tokens")),
+]
+SPLIT = Setting(tokens=(3, 5), columns=37, temperature="token")
+
+
+def on_meshes():
+    """Each function on three meshes; each function's first row on one is in `full`."""
+    names = [name for name in FUNCTIONS if name != "record_entries"]  # draws by shard
+    firsts = {name.split()[0]: name for name in reversed(names)}.values()
+    for i, name in enumerate(names):
+        for j in range(3):
+            mark = full if j == 0 and name in firsts else slow
+            yield mark(name, FORMS[(i + 4 * j) % len(FORMS)])
+
+
+@pytest.mark.parametrize("name, form", list(on_meshes()), ids=str)
+def test_function_on_a_mesh(name, form):
+    check(name, SPLIT, form)
+
+
 @functools.cache
 def problem():
     """h [B, T, D], W [V, D], y [B, T], bias [V]; the second sequence is masked."""
@@ -61,77 +98,9 @@ def problem():
     return h, W, y, np.linspace(-2, 2, V, dtype=np.float32)
 
 
-@functools.cache
-def cotangents():
-    rng = np.random.default_rng(1)
-    return {k: rng.standard_normal((B, T)).astype(np.float32) for k in FLOATS}
-
-
-def with_gradients(verb, *operands, **options):
-    """Statistics, and gradients by (h, W, bias) for `cotangents`; the same twice."""
-
-    @jit
-    def both(h, W, y, bias):
-        def run(h, W, bias):
-            made = verb(h, jaxmem.Head(W, bias), y, CHUNK, **options)._asdict()
-            return {k: made[k] for k in FLOATS}
-
-        made, pull = jax.vjp(run, h, W, bias)
-        return made, pull(cotangents())
-
-    first, again = both(*operands), both(*operands)
-    for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True):
-        np.testing.assert_array_equal(a, b)
-    return first
-
-
-@functools.cache
-def alone_and_exact():
-    h, W, y, bias = problem()
-    g = {k: x.reshape(-1) for k, x in cotangents().items()}
-    made, (dh, dW, dbias) = oracle.head(
-        h.reshape(-1, D), W, y.reshape(-1), g, bias=bias
-    )
-    made = {k: x.reshape(B, T) for k, x in made.items()}
-    exact = made, (dh.reshape(B, T, D), dW, dbias)
-    return with_gradients(jaxmem.token_stats, *problem()), exact
-
-
-def check(got):
-    """Twice the error of one device, plus an epsilon, is allowed."""
-    alone, exact = alone_and_exact()
-    pairs = [(STATS_EPSILON, *(x[0][k] for x in (got, alone, exact))) for k in FLOATS]
-    gradients = zip(got[1], alone[1], exact[1], strict=True)
-    for epsilon, a, b, c in [*pairs, *((EPSILON["float32"], *x) for x in gradients)]:
-        assert a.shape == b.shape
-        assert error(a, c) <= 2 * error(b, c) + epsilon
-
-
 def assert_same(got, want):
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.slow  # the next tests split over "2x4" and "sequences"
-@pytest.mark.parametrize("name", PLANS)
-def test_parallel_on_every_mesh(name):
-    check(with_gradients(parallel(jaxmem.token_stats, name), *problem()))
-
-
-MIXED = (AxisType.Explicit, AxisType.Auto) * 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", [AxisType.Explicit, MIXED, MIXED[::-1]], ids=str)
-def test_parallel_on_explicit_axes(kind):
-    verb = parallel(jaxmem.token_stats, "sequences", kind)
-    check(with_gradients(verb, *problem()))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("changes", [{"vocab": None}, slow({"tokens": None})], ids=str)
-def test_tokens_or_vocabulary_may_be_whole(changes):
-    check(with_gradients(parallel(jaxmem.token_stats, "2x4", **changes), *problem()))
 
 
 def loss_fn(scale, stats, advantage, pair):
@@ -164,115 +133,6 @@ def test_token_loss_counts_the_tokens_of_all_devices(name, normalizer):
     want = run(jaxmem.token_loss)
     assert abs(want[0][0]) > 0.01 and want[0][1]["square"].any()
     assert_same(run(parallel(jaxmem.token_loss, name)), want)
-
-
-@pytest.mark.full
-def test_entropy_logits_and_an_option_given_beforehand():
-    h, W, y, _ = (np.nan_to_num(x) for x in problem())
-    logits, y = h @ W.T, y % 36
-
-    def run(parallel):
-        entropy = parallel(jaxmem.entropy)
-        logprobs = parallel(jaxmem.logprobs_from_logits)
-        head = jaxmem.Head(W, vocab_size=V - 1)
-        made = entropy(h, head, CHUNK, temperature=2.0)
-        return made, logprobs(logits, y, vocab_size=36)
-
-    made = jit(lambda: run(functools.partial(parallel, name="2x4")))()
-    assert_same(made, run(lambda verb: verb))
-
-
-def of_given_columns():
-    """By name, (verb -> (h, W, bias) -> floats, or integers)."""
-    rng = np.random.default_rng(3)
-    ids = np.stack([rng.permutation(V)[:4] for _ in range(B * T)]).reshape(B, T, 4)
-    said = np.log(0.9 * rng.dirichlet(np.ones(4), (B, T))).astype(np.float32)
-    ids[0, 2], ids[0, 0, 1] = -1, -1
-    options = {"where": problem()[2] >= 0, "chunk": CHUNK}
-    warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
-    y = problem()[2]
-    repeated = np.where(y[..., None] < 0, -1, np.concatenate([ids, ids[..., 1:]], -1))
-    support = np.concatenate([np.maximum(y, 0)[..., None], ids], axis=-1)
-    csr = packing.support_to_csr(support, y >= 0, capacity=2 * support.size)
-
-    def topk_kl(parallel, name="forward_kl", **more):
-        return lambda h, W, bias: of_columns(name, parallel(jaxmem.divergence))(
-            h, jaxmem.Head(W, bias), ids, said, **options, **more
-        )
-
-    return {
-        "topk": lambda parallel: (
-            lambda h, W, bias: parallel(jaxmem.topk)(
-                h, jaxmem.Head(W.T, bias, softcap=9.0), 12, **options
-            )
-        ),
-        "reverse topk_kl": lambda parallel: topk_kl(
-            parallel, "reverse_kl", temperature=warm
-        ),
-        "topk_kl without a tail": lambda parallel: topk_kl(parallel, tail=False),
-        "selected_logprobs": lambda parallel: (
-            lambda h, W, bias: parallel(jaxmem.selected_logprobs)(
-                h, jaxmem.Head(W.T, bias, 9.0), repeated, CHUNK, temperature=warm
-            )
-        ),
-        "support_logprobs": lambda parallel: (
-            lambda h, W, bias: parallel(jaxmem.support_logprobs)(
-                h, jaxmem.Head(W.T, bias), y, support, temperature=jnp.float32(0.5)
-            )
-        ),
-        "ragged supports": lambda parallel: (
-            lambda h, W, bias: parallel(jaxmem.support_logprobs)(
-                h,
-                jaxmem.Head(W, bias),
-                y,
-                csr.ids,
-                offsets=csr.offsets,
-                max_ids=5,
-                **options,
-            )
-        ),
-        "sample_ids": lambda parallel: (
-            lambda h, W, bias: parallel(jaxmem.sample_ids)(
-                h, jaxmem.Head(W, bias), 20, jax.random.key(0), **options
-            )
-        ),
-    }
-
-
-# The others are slow: they are split by the same rules.
-QUICK = ("topk", "W in parts of D"), ("sample_ids", "1x8")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "name, how",
-    [
-        (name, how) if (name, how) in QUICK else slow(name, how)
-        for name in of_given_columns()
-        for how in ("1x8", "W in parts of D", "explicit")
-    ],
-)
-def test_verbs_of_columns(name, how):
-    """Each shard of eight has fewer columns than k = 12; gradients as on one device."""
-    h, W, _, bias = problem()
-
-    def run(parallel):
-        def total(h, W, bias):
-            made = of_given_columns()[name](parallel)(h, W, bias)
-            floats = [x for x in jax.tree.leaves(made) if x.dtype == jnp.float32]
-            return jnp.sum(jnp.sin(floats[0]) if floats else 0.0), made
-
-        return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
-
-    on = {"name": "2x4", "kind": AxisType.Explicit}
-    got = run(
-        functools.partial(parallel, **(on if how == "explicit" else {"name": how}))
-    )
-    want = run(lambda verb: verb)
-    assert_same(got, want)
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        assert a.dtype == b.dtype and (a.dtype != jnp.int32 or np.array_equal(a, b))
-    assert not got[1][0][1].any() and (name == "sample_ids" or want[1][0].any())
 
 
 @pytest.mark.full
@@ -407,82 +267,10 @@ def test_error(changes, kind, message):
     assert str(caught.value) == message
 
 
-def calls_with_all_of_W():
-    """By name, (verb -> (h, W, bias) -> result); the second head is of other depth."""
-    rng = np.random.default_rng(3)
-    other, teacher = (rng.standard_normal(s, np.float32) for s in ((B, T, 6), (6, V)))
-    where, y = problem()[2] >= 0, problem()[2]
-    warm = np.linspace(0.5, 2, B * T, dtype=np.float32).reshape(B, T)
-
-    def of_two(stats, divergence, weight):
-        loss = weight * divergence - stats.logprob
-        return loss, {"divergence": divergence}
-
-    def loss(name, parallel):
-        verb = parallel(functools.partial(jaxmem.divergence_loss, of_two))
-        return loss_of_two_heads(name, None, verb)
-
-    def divergence(parallel, name, **options):
-        verb = of_two_heads(name, parallel(jaxmem.divergence))
-        return lambda h, W, bias: verb(
-            h, jaxmem.Head(W, bias), other, teacher, CHUNK, where=where, **options
-        )
-
-    return {
-        "reverse_kl": lambda parallel: divergence(
-            parallel, "reverse_kl", temperature=warm, teacher_temperature=2.0
-        ),
-        "forward_kl": lambda parallel: divergence(parallel, "forward_kl"),
-        "jsd": lambda parallel: divergence(parallel, "jsd 0.3"),
-        "divergence_loss": lambda parallel: functools.partial(
-            lambda verb, h, W, bias: verb(
-                h, jaxmem.Head(W, bias), y, other, teacher, warm, chunk=CHUNK,
-                statistics_temperature=warm,
-            )[0],
-            loss("reverse_kl", parallel),
-        ),
-        "its metrics": lambda parallel: functools.partial(
-            lambda verb, h, W, bias: verb(
-                h, jaxmem.Head(W, bias), y, other, teacher, warm, chunk=CHUNK,
-                where=where, normalizer=jnp.float32(9),
-            )[1]["divergence"],
-            loss("jsd", parallel),
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.slow  # the next test splits one of them
-@pytest.mark.parametrize("name", calls_with_all_of_W())
-def test_verbs_that_need_all_of_W(name):
-    """Uneven in everything; gradients by hidden, W and bias."""
-    h, W, _, bias = problem()
-
-    def run(parallel):
-        def total(h, W, bias):
-            made = calls_with_all_of_W()[name](parallel)(h, W, bias)
-            return jnp.sum(jnp.sin(made)), made
-
-        return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
-
-    got = run(functools.partial(parallel, name="W in parts of D"))
-    want = run(lambda verb: verb)
-    assert got[0][1].shape == want[0][1].shape and want[0][1].any()
-    assert_same(got, want)
-    assert not got[1][0][1].any()  # the masked sequence, which is not a number
-
-
 def test_partial_with_positional_data_is_refused():
     partial = functools.partial(jaxmem.logprobs, np.ones((3, 3), np.float32))
     with pytest.raises(TypeError, match="partial of one with arguments by name, got"):
         jaxmem.sharding.parallel(partial, MESH, vocab="tensor")
-
-
-@pytest.mark.full
-def test_verbs_that_need_all_of_W_on_explicit_axes():
-    h, W, _, bias = (np.nan_to_num(x) for x in problem())
-    run = calls_with_all_of_W()["jsd"]
-    split = functools.partial(parallel, name="2x4", kind=AxisType.Explicit)
-    assert_same(*(jit(run(x))(h, W, bias) for x in (split, lambda verb: verb)))
 
 
 @pytest.mark.slow

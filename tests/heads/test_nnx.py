@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem import packing
 from jaxmem.heads.nnx import LMHead
-from tests.helpers import oracle
+from tests.helpers import functions, oracle
 from tests.helpers.cases import slow
+from tests.helpers.functions import FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -210,65 +210,44 @@ def test_all_masked_is_zero_with_zero_gradients(normalizer, z_loss):
 # Types
 
 
-def operands(name):
-    """Arguments of a method beside hidden, and its options."""
-    options = {"where": KEEP, "temperature": 0.7}
-    labels = np.abs(LABELS) % (V - 5)
-    support = np.stack([labels, labels + 1], -1)
-    ids, offsets = packing.support_to_csr(support)
-    of_columns = jaxmem.Columns(support[..., :1], -np.ones((*BATCH, 1), np.float32))
-    target = jaxmem.ReverseKL(of_columns)
-    ragged = options | {"offsets": offsets, "max_ids": 4}
-    return {
-        "topk": ((2,), options),
-        "sample_ids": ((50, jax.random.key(0)), options),
-        "selected_logprobs": ((support,), options),
-        "support_logprobs": ((labels, support), options),
-        "support_logprobs, ragged": ((labels, ids), ragged),
-        "token_loss": ((labels, KEEP * 1.0), options | {"normalizer": 7}),
-        "divergence": ((target,), options),
-        "divergence_loss": ((labels, target, KEEP * 1.0), options),
-    }[name]
+def program(call):
+    """The program of a call of hidden states."""
+    return jax.jit(call).lower(hidden_states()).as_text()
 
 
-def mixture(stats, *others):
-    return others[-1] * stats.logprob + sum(others), {"entropy": stats.entropy}
+def operands():
+    """Operands of every function, with the tokens' shape."""
+    p = functions.make(0, LABELS.size, D, V)
+    of_tokens = {k: p[k].reshape(*BATCH, *p[k].shape[1:]) for k in functions.OF_TOKENS}
+    return p | of_tokens | {"vocab_size": V - 3}
 
 
-def assert_same_program(method, function, name, given):
-    """The method of a head and the function of its weights are traced alike."""
-    loss, (args, options) = (mixture,) * name.endswith("loss"), given
-    calls = (lambda h: method(*loss, h, *args, **options),
-             lambda h: function(*loss, h, *args, **options))  # fmt: skip
-    got, want = (jax.jit(call).lower(hidden_states()).as_text() for call in calls)
-    assert got == want
+OPTIONS = {"where": KEEP, "temperature": 0.7}
 
 
-@pytest.mark.parametrize("name", [
-    "topk", "sample_ids", "selected_logprobs", "support_logprobs",
-    "support_logprobs, ragged", "token_loss", "divergence", "divergence_loss",
-])  # fmt: skip
+@pytest.mark.parametrize("name", functions.each_once([
+    name for name in FUNCTIONS if hasattr(LMHead, name.split()[0])
+]))  # fmt: skip
 def test_methods_equal_functions_of_weights(name):
-    head, verb = make_head(softcap=5.0, chunk=4, vocab_size=V - 3), name.split(",")[0]
-    own = {"softcap": 5.0, "vocab_size": V - 3, "layout": "dv"}
-    plain = jaxmem.Head(head.kernel[...], head.bias[...], **own)
-    (*args,), options = operands(name)
+    head, p = make_head(softcap=5.0, chunk=4, vocab_size=V - 3), operands()
+    plain = jaxmem.Head(head.kernel[...], head.bias[...], 5.0, V - 3, "dv")
+    # A chunk of logits is no chunk of a support's columns.
+    chunk = {} if "support" in name else {"chunk": 4}
 
-    def function(*given, **options):
-        at = 2 if name.endswith("loss") else 1
-        given = *given[:at], plain, *given[at:]
-        # A chunk of logits is no chunk of a support's columns.
-        of_head = {} if verb == "support_logprobs" else {"chunk": 4}
-        return getattr(jaxmem, verb)(*given, **of_head, **options)
+    def call(module, head, options):
+        p_of = functools.partial(dict, p)
+        function = FUNCTIONS[name].call
+        return lambda h: function(module, p_of(hidden=h), head, options)
 
-    assert_same_program(getattr(head, verb), function, name, (args, options))
+    got = program(call(functions.Methods(head), None, OPTIONS))
+    assert got == program(call(jaxmem, plain, OPTIONS | chunk))
 
 
 @pytest.mark.parametrize("name", [slow("divergence"), "divergence_loss"])
 def test_divergences_of_two_heads(name):
     """Each head has its own width, layout, bias, softcap and padding."""
     embed, wide = nnx.Embed(V + 5, 2 * D, rngs=nnx.Rngs(1)), 2 * D
-    student = make_head(chunk=4, vocab_size=V - 3)
+    student, p = make_head(chunk=4, vocab_size=V - 3), operands()
     teacher = LMHead(
         tied_to=embed, softcap=0.7, use_bias=True, vocab_size=V - 3, rngs=nnx.Rngs(2)
     )
@@ -279,21 +258,21 @@ def test_divergences_of_two_heads(name):
     other = jaxmem.Head(
         embed.embedding[...], teacher.bias[...], softcap=0.7, layout="vd", **own
     )
-    given_of, options = operands(name)
 
-    def call(method, teacher):
-        target = jaxmem.ReverseKL(teacher)
-        given = (given_of[0], target, given_of[2]) if given_of[1:] else (target,)
-        return lambda *first, **options: method(*first, *given, **options)
+    def call(module, head, of, options):
+        target = jaxmem.ReverseKL(of)
+        if name == "divergence":
+            return lambda h: module.divergence(h, head, target, **options)
+        more = p["labels"], target, p["advantages"]
+        loss = functions.mixed_loss
+        return lambda h: module.divergence_loss(loss, h, head, *more, **options)
 
-    def function(*first, **options):
-        at = 2 if name.endswith("loss") else 1
-        given = *first[:at], plain, *first[at:]
-        return getattr(jaxmem, name)(*given, chunk=4, **options)
-
-    method = call(getattr(student, name), teacher.teacher(states))
-    function = call(function, jaxmem.Teacher(states, other))
-    assert_same_program(method, function, name, ((), options))
+    methods = functions.Methods(student)
+    got = program(call(methods, None, teacher.teacher(states), OPTIONS))
+    function = call(
+        jaxmem, plain, jaxmem.Teacher(states, other), OPTIONS | {"chunk": 4}
+    )
+    assert got == program(function)
 
 
 def test_divergence_refuses_other_vocabulary():

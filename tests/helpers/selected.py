@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmem
+from tests.helpers import oracle
 from tests.helpers.described import described
 
 N, D, V, K, CHUNK = 37, 24, 130, 6, 16
@@ -30,32 +31,12 @@ def scaled(xp, z, bias=0.0, softcap=None, temperature=1.0, vocab_size=V):
 def exact(verb, g, operands, **options):
     """The result in float64, and the gradients of hidden, W and bias by hand."""
     h, W, y, ids = operands
-    h, W = (np.asarray(x).astype(np.float64) for x in (h, W))
-    z = scaled(np, h @ W.T, **options)
-    inside = np.ones(z.shape, bool)
-    if verb == "support":
-        inside = (np.arange(z.shape[1]) == ids[:, :, None]).any(1)
-    top = np.where(inside, z, -np.inf)
-    m = top.max(1, keepdims=True)
-    others = np.exp(top - m)
-    np.put_along_axis(others, top.argmax(1)[:, None], 0, 1)
-    ln_p = z - m - np.log1p(others.sum(1, keepdims=True))  # 1 + others would cancel
-    p = np.where(inside, np.exp(ln_p), 0)
-    chosen, g = (ids, g) if verb == "selected" else (y[:, None], g[:, None])
-    there = chosen >= 0
-    g = np.where(there, g, 0)
-    value = np.where(there, np.take_along_axis(ln_p, np.maximum(chosen, 0), 1), 0)
-    here = np.zeros(z.shape)
-    np.add.at(here, (np.arange(len(h))[:, None], np.maximum(chosen, 0)), g)
-    # here - p Σ g, which cancels where p is nearly 1
-    dz = here * -np.expm1(np.where(here == 0, 0, ln_p)) - p * (g.sum(1)[:, None] - here)
-    temperature = np.reshape(options.get("temperature", 1.0), (-1, 1))
-    du, softcap = dz / temperature, options.get("softcap")
-    if softcap is not None:
-        du = du * (1 - (z * temperature / softcap) ** 2)
-    du = np.pad(du, ((0, 0), (0, len(W) - du.shape[1])))
-    value = value if verb == "selected" else value[:, 0]
-    return value, (du @ W, du.T @ h, du.sum(0))
+    logits = oracle.Logits.of(h, W, **{"vocab_size": V} | options)
+    if verb == "selected":
+        values, pull = oracle.selected(logits.z, ids)
+    else:
+        values, pull = oracle.support(logits.z, y, ids)
+    return values, logits.gradients(pull(g))
 
 
 @functools.partial(jax.jit, static_argnames=("verb", "layout", "options", "chunk"))

@@ -4,26 +4,21 @@ import sys
 import types
 
 import jax
+import numpy as np
 import pytest
 
 import jaxmem
 from jaxmem.head import reference
 from jaxmem.head.backends import choose
 from tests.helpers.cases import full
+from tests.helpers.crossing import SAMPLE, Setting, check, problem, run, trained_of
 from tests.helpers.dense_backend import DENSE
-from tests.helpers.functions import (
-    CASES,
-    FUNCTIONS,
-    VOCAB,
-    assert_near,
-    make,
-    values_and_gradients,
-)
+from tests.helpers.functions import CASES, FUNCTIONS, VOCAB, Named, make
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+
 HEAD = {"softcap": 5.0, "vocab_size": VOCAB}
-SAMPLE = {"gradient": jaxmem.Sample(6), "key": jax.random.key(1)}
 
 
 @pytest.fixture
@@ -44,9 +39,8 @@ def _refuse(*args, **kwargs):
 @pytest.mark.parametrize("name", CASES)
 def test_dense_backend_runs_every_function(name, only_dense):
     with jaxmem.report() as calls:
-        made = values_and_gradients(jaxmem, name, make(), HEAD, {})
+        check(name, Setting(layout="vd"), Named("dense"))
     assert {call.implementation for call in calls.calls} == {"dense"}
-    assert_near(made, values_and_gradients(reference, name, make(), HEAD, {}))
 
 
 @pytest.mark.parametrize(
@@ -55,9 +49,7 @@ def test_dense_backend_runs_every_function(name, only_dense):
      full("token_loss"), full("divergence_loss ReverseKL teacher")],
 )  # fmt: skip
 def test_dense_backend_runs_frozen_heads(name, only_dense):
-    operands = name, make(), HEAD, {}, ("hidden",)
-    want = values_and_gradients(reference, *operands)
-    assert_near(values_and_gradients(jaxmem, *operands), want)
+    check(name, Setting(gradient="frozen"), Named("dense"))
 
 
 SAMPLED = [name for name, function in FUNCTIONS.items() if function.samples]
@@ -66,9 +58,17 @@ SAMPLED = [name for name, function in FUNCTIONS.items() if function.samples]
 @pytest.mark.full
 @pytest.mark.parametrize("name", SAMPLED)
 def test_dense_backend_samples_as_xla(name, request):
-    want = values_and_gradients(jaxmem, name, make(), HEAD, SAMPLE)
+    setting = Setting(gradient=SAMPLE)
+    operands = name, setting, trained_of(name, setting), problem(setting)
+    want = run(jaxmem, *operands)
     request.getfixturevalue("only_dense")
-    assert_near(values_and_gradients(jaxmem, name, make(), HEAD, SAMPLE), want)
+    made = run(Named("dense"), *operands)
+    assert jax.tree.structure(made) == jax.tree.structure(want)
+    jax.tree.map(assert_near, made, want)
+
+
+def assert_near(made, want):
+    np.testing.assert_allclose(made, want, rtol=1e-4, atol=2e-5)
 
 
 def test_dense_backend_runs_recorded_entries(only_dense):

@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 
 import jaxmem
-from tests.helpers import oracle
-from tests.helpers.cases import full, slow
+from tests.helpers.cases import slow
 from tests.helpers.divergence import (
     CHUNK,
-    GRADIENT_EPSILON,
-    exact,
     make,
-    materialised,
     shapes,
 )
 from tests.helpers.programs import compiled, count_gemms
 from tests.helpers.targets import loss_of_two_heads
-from tests.helpers.tolerance import STATS_EPSILON, assert_as_good
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -35,114 +30,6 @@ def mixture(stats, divergence, weight):
     """A loss of a divergence, cross-entropy and entropy; its metrics."""
     loss = weight * divergence - 0.3 * stats.logprob + 0.1 * stats.entropy
     return loss, {"divergence": divergence, "entropy": stats.entropy}
-
-
-@functools.partial(jax.jit, static_argnames=("verb", "options"))
-def ours(operands, arrays, verb, options=()):
-    """Loss, metrics, and the gradients of hidden, W, the weights and bias, if any."""
-    h, W, *reference = operands
-
-    def call(h, W, weight, bias):
-        loss = loss_of_two_heads(verb, mixture)
-        options_of_call = arrays | bias | dict(options)
-        return loss(h, W, LABELS, *reference, weight, chunk=CHUNK, **options_of_call)
-
-    bias = {k: v for k, v in arrays.items() if k == "bias"}
-    run = jax.value_and_grad(call, (0, 1, 2, 3), has_aux=True)
-    (loss, metrics), gradients = run(h, W, WEIGHT, bias)
-    return loss, metrics, jax.tree.leaves(gradients)
-
-
-def check(verb, operands, dtype="float32", **options):
-    """Loss, metrics and gradients against float64, where statistics are jaxmem's."""
-    operands = [jnp.asarray(x).astype(dtype) for x in operands]
-    arrays = {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
-    numbers = numbers_of(options)
-    loss, metrics, gradients = ours(operands, arrays, verb, numbers)
-    dh, dW, dweight, *dbias = gradients
-    on = options.pop("where", np.ones(N, bool))
-    warmth = options.pop("statistics_temperature", options.get("temperature", 1.0))
-    count = on.sum()
-    arrays = {k: v for k, v in arrays.items() if k in options}
-    g = np.where(on, WEIGHT, 0) / count
-    divergence, of_divergence = exact(verb, g, operands, **options)
-    divergence = np.where(on, divergence, 0)
-    own = {k: v for k, v in options.items() if not k.startswith("teacher_")}
-    own["temperature"] = warmth
-    ones = np.full(N, 1 / count)
-    stats, of_stats = oracle.head(
-        *operands[:2], LABELS, {"logprob": -0.3 * ones, "entropy": 0.1 * ones}, on=on,
-        **own,
-    )  # fmt: skip
-    each = WEIGHT * divergence - 0.3 * stats["logprob"] + 0.1 * stats["entropy"]
-    rough, rough_gradients = materialised(
-        operands, g, arrays, verb, numbers_of(options)
-    )
-    rough = jnp.where(on, rough, 0)
-    assert loss.dtype == jnp.float32
-    np.testing.assert_allclose(loss, each.sum() / count, rtol=1e-5)
-    assert_as_good(metrics["divergence"], rough, divergence, STATS_EPSILON, verb)
-    np.testing.assert_allclose(metrics["entropy"], stats["entropy"], atol=1e-5)
-    np.testing.assert_allclose(dweight, divergence / count, atol=1e-6)
-    wanted = [a + b for a, b in zip(of_divergence, of_stats, strict=True)]
-    rough_wanted = [
-        np.asarray(a, np.float64) + b
-        for a, b in zip(rough_gradients, of_stats, strict=False)
-    ]
-    for name, got, near, want in zip(
-        ("dhidden", "dW", "dbias"), (dh, dW, *dbias), rough_wanted, wanted,
-        strict=False,
-    ):  # fmt: skip
-        assert_as_good(got, near, want, GRADIENT_EPSILON[got.dtype.name], name)
-
-
-def numbers_of(options):
-    return tuple((k, v) for k, v in options.items() if not isinstance(v, np.ndarray))
-
-
-@pytest.mark.parametrize("std", [1.0, 15.0], ids=["ordinary", "peaked"])
-@pytest.mark.parametrize(
-    "verb", ["reverse_kl", full("jsd 0.1"), slow("jsd"), slow("forward_kl")]
-)
-def test_values_and_gradients(verb, std):
-    check(verb, make(std))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.slow
-def test_divergence_loss_with_every_option(dtype):
-    bias = np.linspace(-1, 1, V).astype(np.float32)
-    check(
-        "jsd", make(), dtype, bias=bias, softcap=3.0, temperature=0.7,
-        where=np.arange(N) % 5 != 0, teacher_bias=bias[::-1].copy(),
-    )  # fmt: skip
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [2.5, 1.0])
-@pytest.mark.parametrize(
-    "of_stats",
-    [np.linspace(0.5, 2, N, dtype=np.float32), 0.7],
-    ids=["per token", "scalar"],
-)
-def test_statistics_at_a_temperature_of_their_own(of_stats, temperature):
-    """Paddings of the two heads differ."""
-    h, W, h_ref, W_ref = make(5.0)
-    wide = np.concatenate([W, np.full((6, W.shape[1]), 9, np.float32)])
-    check(
-        "forward_kl", [h, wide, h_ref, W_ref], temperature=temperature, softcap=8.0,
-        where=np.arange(N) % 5 != 0, statistics_temperature=of_stats, vocab_size=V,
-    )  # fmt: skip
-
-
-@pytest.mark.full
-def test_divergence_loss_equal_without_gradient():
-    h, W, *reference = make()
-    loss, metrics, _ = ours([h, W, *reference], {}, "jsd 0.1")
-    run = functools.partial(loss_of_two_heads("jsd 0.1", mixture), chunk=CHUNK)
-    plain, of_plain = jax.jit(run)(h, W, LABELS, *reference, WEIGHT)
-    np.testing.assert_allclose(loss, plain, rtol=1e-6)
-    np.testing.assert_allclose(metrics["divergence"], of_plain["divergence"], rtol=1e-5)
 
 
 def test_frozen_head_and_constant_reference():
@@ -311,21 +198,3 @@ def loss_of_constants(of):
 def test_gradient_of_statistics_temperature_refused(of):
     with pytest.raises(NotImplementedError, match="^jaxmem: statistics_temperature is"):
         jax.eval_shape(jax.grad(loss_of_constants(of)), 1.3, 1.0)
-
-
-@pytest.mark.full  # that of a teacher is zero in the test of a frozen head
-@pytest.mark.parametrize("of", ["teacher", "columns", "drawn"])
-def test_gradient_of_target_is_zero(of):
-    assert jax.grad(loss_of_constants(of), 1)(1.3, 1.5) == 0
-
-
-def test_second_derivatives_are_refused():
-    h, *rest = make()
-
-    def loss(h):
-        given = h, rest[0], LABELS, *rest[1:]
-        loss = loss_of_two_heads("reverse_kl", lambda stats, d: d)
-        return loss(*given, chunk=CHUNK)[0]
-
-    with pytest.raises(NotImplementedError, match="second derivatives"):
-        jax.hessian(loss)(h)

@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxmem
 from tests.helpers import oracle
-from tests.helpers.cases import CASES, Case, slow
+from tests.helpers.cases import Case, slow
 from tests.helpers.described import described
 from tests.helpers.programs import (
     CPU,
@@ -22,8 +22,6 @@ from tests.helpers.programs import (
     count_gemms,
     shapes,
 )
-from tests.helpers.token_stats import OPTIONS, materialised as materialised_stats
-from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
@@ -43,56 +41,6 @@ def value_of(verb, h, W, y, *args, **options):
         where = options.pop("where", True) & (y >= 0)
         return described(jaxmem.entropy)(h, W, *args, where=where, **options)
     return described(getattr(jaxmem, verb))(h, W, y, *args, **options)
-
-
-def check(problem, verb="logprobs", dtype="float32", layout="vd", bias=None, **options):
-    """Values and hidden's gradient, no worse than twice the materialised path's."""
-    h, W = (jnp.asarray(x).astype(dtype) for x in (problem.h, problem.W))
-    g = np.random.default_rng(1).standard_normal(len(problem.y)).astype(np.float32)
-    name = {"logprobs": "logprob"}.get(verb, verb)
-
-    def ours(h):
-        head = W if layout == "vd" else W.T
-        return value_of(
-            verb, h, head, problem.y, 64, bias=bias, layout=layout,
-            **options,
-        )  # fmt: skip
-
-    def naive(h):
-        h = jnp.where((problem.y >= 0)[:, None], h, 0)
-        return materialised_stats(h, W, problem.y, bias=bias, **options)[name]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(fn, h):
-        made, pull = jax.vjp(fn, h)
-        return made, pull(g)[0]
-
-    (made, dh), (rough, rough_dh) = both(ours, h), both(naive, h)
-    bias = 0.0 if bias is None else bias
-    exact, (exact_dh, *_) = oracle.head(
-        h, W, problem.y, {name: g}, bias=bias, **options
-    )
-    assert made.dtype == jnp.float32 and dh.dtype == h.dtype
-    assert_as_good(made, rough, exact[name], STATS_EPSILON, name)
-    assert_as_good(dh, rough_dh, exact_dh, EPSILON[dtype], "dhidden")
-    assert not dh[problem.y < 0].any()
-
-
-@pytest.mark.parametrize("name, verb", [
-    slow("peaked", "logprobs"), ("label ahead by 25", "logprobs"),
-    ("NaN in masked rows", "entropy"), slow("peaked", "entropy"),
-])  # fmt: skip
-def test_values_and_gradients(name, verb):
-    check(CASES[name].make(), verb)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_frozen_head_with_every_option(dtype):
-    options = {k: v for each in OPTIONS.values() for k, v in each.items()}
-    problem = Case(40, 33, 130, std=3.0).make()
-    options["temperature"] = np.linspace(0.3, 3, 40, dtype=np.float32)
-    check(problem._replace(y=problem.y % 100), dtype=dtype, layout="dv", **options)
 
 
 def total(h, W, y, bias=None, verb="logprobs", **options):
@@ -240,17 +188,6 @@ def test_under_checkpoint_and_its_policies(problem):
         np.testing.assert_allclose(run(*problem)[1], want, rtol=2e-5, atol=1e-5)
         gemms.append(count_gemms(run.as_text()))
     assert gemms[1] <= gemms[0] and gemms[1] <= 4
-
-
-@pytest.mark.full
-def test_vmap_runs_one_example_after_another(problem):
-    h, W, y = problem
-    frozen = jax.grad(total)
-    got = jax.jit(jax.vmap(frozen, (0, None, 0)))(
-        h.reshape(3, 16, D), W, y.reshape(3, 16)
-    )
-    want = exact(total, h, W, y)[0]
-    np.testing.assert_allclose(got.reshape(N, D), want, rtol=2e-5, atol=2e-6)
 
 
 # What it compiles to

@@ -14,7 +14,7 @@ from jaxmem.head.backends import xla
 from tests.helpers import oracle
 from tests.helpers.cases import CASES, Case, slow
 from tests.helpers.described import described
-from tests.helpers.token_stats import OPTIONS, check, cotangents
+from tests.helpers.token_stats import check, cotangents
 from tests.helpers.tolerance import EPSILON, error
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -128,18 +128,6 @@ def test_sixteen_bits_against_float64(name, layout, on_one_device, of_blocks):
         gradient=Recompute(3),
     )  # fmt: skip
     assert len(of_blocks) == 2  # those of the loop, and the last one
-
-
-@pytest.mark.slow
-def test_recompute_with_every_option(on_one_device, of_blocks):
-    problem = Case(70, 33, 130, std=3.0).make()
-    check(
-        problem._replace(y=problem.y % 100), "xla", 16, dtype="float16", layout="dv",
-        softcap=5.0, temperature=np.linspace(0.5, 2, 70, dtype=np.float32),
-        vocab_size=100, bias=jnp.asarray(OPTIONS["bias"]["bias"], jnp.float16),
-        gradient=Recompute(2),
-    )  # fmt: skip
-    assert of_blocks == [(None, 128), (128, 2)]
 
 
 @pytest.mark.parametrize("run", [of_stats, of_loss])

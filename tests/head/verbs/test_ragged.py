@@ -12,7 +12,6 @@ from jaxmem import packing
 from tests.helpers.described import described
 from tests.helpers.selected import (
     CHUNK,
-    OPTIONS,
     D,
     N,
     V,
@@ -95,14 +94,6 @@ def check(operands, dtype="float32", layout="vd", chunk=CHUNK, **options):
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
 def test_values_and_gradients(std):
     check(make(std))
-
-
-@pytest.mark.parametrize(
-    "dtype,layout", [("bfloat16", "dv"), ("float32", "dv"), ("bfloat16", "vd")]
-)
-@pytest.mark.slow
-def test_ragged_support_with_every_option(dtype, layout):
-    check(make(3.0, 100), dtype, layout, **OPTIONS)
 
 
 def test_ids_that_repeat_or_are_absent():

@@ -16,42 +16,16 @@ from jaxmem.head.maths import checks
 from jaxmem.head.verbs import rule
 from tests.helpers import oracle
 from tests.helpers.argument_errors import ERRORS, GOOD, Traced
-from tests.helpers.cases import CASES, Case, slow
+from tests.helpers.cases import Case, slow
 from tests.helpers.described import described
 from tests.helpers.programs import CPU
-from tests.helpers.token_losses import C_ENTROPY, C_Z, CLIP, nll, ppo
-from tests.helpers.token_stats import OPTIONS, materialised as materialised_stats
-from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_as_good
+from tests.helpers.token_losses import nll, ppo
 
 F32 = jnp.float32
 
 
 # These programs are tiny: all their time would go into optimizing them.
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
-
-
-def exact_ppo(problem, h, W, advantage, old, **options):
-    """(loss, metrics) and the gradients of h, W, bias, advantage, old; by hand."""
-    none = {"logprob": np.zeros(len(problem.y))}
-    made, _ = oracle.head(h, W, problem.y, none, **options)
-    live = np.asarray(problem.y >= 0)
-    advantage, old = (np.where(live, x, 0).astype(np.float64) for x in (advantage, old))
-    n = max(live.sum(), 1)
-    ratio = np.where(live, np.exp(made["logprob"] - old), 0)
-    clipped = np.clip(ratio, 1 - CLIP, 1 + CLIP)
-    whole = ratio * advantage <= clipped * advantage
-    loss = -np.where(whole, ratio, clipped) * advantage
-    loss = loss - C_ENTROPY * made["entropy"] + C_Z * made["logsumexp"] ** 2
-    slope = -np.where(whole, ratio * advantage, 0) / n
-    g = {
-        "logprob": slope,
-        "entropy": np.full(len(live), -C_ENTROPY) / n,
-        "logsumexp": 2 * C_Z * made["logsumexp"] / n,
-    }
-    _, of_head = oracle.head(h, W, problem.y, g, **options)
-    dadvantage = np.where(live, -np.where(whole, ratio, clipped), 0) / n
-    metrics = {"ratio": ratio, "square": made["sum_pi_squared"]}
-    return (loss[live].sum() / n, metrics), (*of_head, dadvantage, -slope)
 
 
 def arguments(problem, seed=3):
@@ -64,112 +38,6 @@ def arguments(problem, seed=3):
     return tuple(
         np.where(masked, np.nan, x).astype(np.float32) for x in (advantage, old)
     )
-
-
-def check(problem, chunk=64, dtype="float32", layout="vd", bias=None, **options):
-    """Loss, metrics and all gradients, against float64 and the materialised path."""
-    h, W = (jnp.asarray(x).astype(dtype) for x in (problem.h, problem.W))
-    bias = jnp.zeros(len(problem.W)) if bias is None else jnp.asarray(bias)
-    operands = h, W, bias, *map(jnp.asarray, arguments(problem))
-    live = problem.y >= 0
-
-    def ours(h, W, bias, *per_token):
-        W = W if layout == "vd" else W.T
-        return described(jaxmem.token_loss)(
-            ppo, h, W, problem.y, *per_token, chunk=chunk,
-            bias=bias, layout=layout, **options,
-        )  # fmt: skip
-
-    def naive(h, W, bias, *per_token):
-        h, *per_token = (
-            jnp.where(live.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-            for x in (h, *per_token)
-        )
-        made = materialised_stats(h, W, problem.y, bias=bias, **options)
-        loss, metrics = ppo(jaxmem.TokenStats(*made.values(), live), *per_token)
-        metrics = {k: jnp.where(live, v, 0) for k, v in metrics.items()}
-        return jnp.sum(jnp.where(live, loss, 0)) / max(live.sum(), 1), metrics
-
-    run = [
-        jax.jit(jax.value_and_grad(f, range(5), has_aux=True)) for f in (ours, naive)
-    ]
-    ((loss, metrics), gradients), ((rough, near), rough_gradients) = (
-        f(*operands) for f in run
-    )
-    (want, exact), exact_gradients = exact_ppo(
-        problem, *operands[:2], *operands[3:], bias=bias, **options
-    )
-    assert loss.dtype == jnp.float32 and loss.shape == ()
-    assert_as_good(loss, rough, want, STATS_EPSILON, "loss")
-    for name in exact:
-        assert metrics[name].dtype == jnp.float32 and not metrics[name][~live].any()
-        assert_as_good(metrics[name], near[name], exact[name], STATS_EPSILON, name)
-    names = ("dhidden", "dW", "dbias", "dadvantage", "dold")
-    # Of the size of the largest gradient, as a mean over tokens is small.
-    for name, got, other, need, x in zip(
-        names, gradients, rough_gradients, exact_gradients, operands, strict=True
-    ):
-        scale = max(np.abs(need).max(), 1e-6)
-        got, other = (np.asarray(x).astype(np.float64) / scale for x in (got, other))
-        assert_as_good(got, other, need / scale, EPSILON[x.dtype.name], name)
-        assert name == "dW" or name == "dbias" or not got[~live].any()
-
-
-@pytest.mark.parametrize("name", ["NaN in masked rows", "peaked", "one chunk"])
-@pytest.mark.slow
-def test_loss_and_gradients(name):
-    check(CASES[name].make(), CASES[name].chunk)
-
-
-@pytest.mark.slow
-def test_peaked_logits_in_float16():
-    check(CASES["peaked"].make(), dtype="float16")
-
-
-IDS = jnp.arange(48 * 3, dtype=jnp.int32).reshape(48, 3) % 200
-TOP = jaxmem.ForwardKL(jaxmem.Columns(IDS, jnp.full(IDS.shape, -2.0)))
-KEY = jax.random.key(0)
-SAMPLED = {"gradient": jaxmem.Sample(4), "key": KEY}
-CALLS = {
-    "token_loss": lambda h, W, y: jaxmem.token_loss(lambda s: -s.logprob, h, W, y)[0],
-    "sample_ids": lambda h, W, y: jnp.sum(h) + jaxmem.sample_ids(h, W, 3, KEY).astype(
-        h.dtype
-    ).sum(),
-    "logprobs": lambda h, W, y: jaxmem.logprobs(h, W, y, **SAMPLED).sum(),
-    "topk": lambda h, W, y: jaxmem.topk(h, W, 2, **SAMPLED).logprobs.sum(),
-    "divergence": lambda h, W, y: jaxmem.divergence(h, W, TOP, **SAMPLED).sum(),
-    "support": lambda h, W, y: jaxmem.support_logprobs(
-        h, W, IDS[:, 0], IDS.ravel(), max_ids=3,
-        offsets=jnp.arange(len(IDS) + 1, dtype=jnp.int32) * 3,
-    ).sum(),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_sixteen_bits_where_promotion_is_strict(name, problem):
-    h, W = (x.astype(jnp.bfloat16) for x in (problem.h, problem.W))
-    with jax.numpy_dtype_promotion("strict"):
-        gradients = jax.eval_shape(jax.grad(CALLS[name], (0, 1)), h, W, problem.y)
-    assert {x.dtype for x in gradients} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_ranks_are_promoted_explicitly(name, problem):
-    with jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(jax.grad(CALLS[name], (0, 1)), problem.h, *problem[1:3])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("names", "layout", "dtype"), [
-    ([*OPTIONS], "dv", "bfloat16"), slow([*OPTIONS], "vd", "float32"),
-    slow(["softcap", "temperature"], "dv", "float32"),
-])  # fmt: skip
-def test_options_and_layouts(names, layout, dtype):
-    options = {k: v for name in names for k, v in OPTIONS[name].items()}
-    if dtype == "bfloat16":
-        options["temperature"] = np.linspace(0.3, 3, 40, dtype=np.float32)
-    problem = Case(40, 33, 130, std=3.0).make()
-    check(problem._replace(y=problem.y % 100), 16, dtype, layout, **options)
 
 
 N, D, V, CHUNK = 48, 8, 200, 16
@@ -276,22 +144,6 @@ def test_arguments_of_any_type(problem):
 # Masks, counts, empty batches
 
 
-def test_masked_token_is_never_read(problem):
-    where = np.arange(N) % 4 > 0
-    live = where & (problem.y >= 0)
-    clean = *problem, *arguments(problem)
-    dirty = [x.copy() if x is not problem.W else x for x in clean]
-    for i in (0, 3, 4):
-        dirty[i][~live] = np.nan
-    run = jax.jit(
-        jax.value_and_grad(functools.partial(total, where=where), **GRADIENTS)
-    )
-    got, want = run(*dirty), run(*clean)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    for x in (got[1][0], *got[1][2:]):
-        assert not x[~live].any() and x[live].any()
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("live", [CHUNK + 1, 1])
 def test_rows_past_last_active_are_ignored(problem, live):
@@ -330,22 +182,6 @@ def test_all_masked_is_zero_not_nan(problem):
         )(*operands)
         assert loss == 0
         assert not any(x.any() for x in (*metrics.values(), *gradients))
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0)])
-def test_no_tokens(problem, shape):
-    empty = jnp.zeros(shape)
-
-    def run(h, W):
-        y = jnp.zeros(shape, jnp.int32)
-        return total(h, W, y, empty, empty)
-
-    h = jnp.zeros((*shape, D))
-    (loss, metrics), (dh, dW) = jax.value_and_grad(run, (0, 1), has_aux=True)(
-        h, problem.W
-    )
-    assert loss == 0 and dh.shape == h.shape and not dW.any()
-    assert metrics["ratio"].shape == shape
 
 
 def test_invalid_label_is_nan(problem):
@@ -403,15 +239,6 @@ def test_loss_independent_of_chunk(problem):
 
 
 # Transformations and closures
-
-
-@pytest.mark.full
-def test_under_checkpoint(problem):
-    operands = *problem, *arguments(problem)
-    remat = jax.jit(jax.value_and_grad(jax.checkpoint(total), **GRADIENTS))
-    chex.assert_trees_all_close(
-        remat(*operands), differentiated(*operands), rtol=1e-6, atol=1e-7
-    )
 
 
 @pytest.mark.slow
@@ -527,15 +354,6 @@ def test_second_derivatives_are_refused(problem, argument):
     grad = jax.grad(lambda *a: total(*a)[0], argument)
     with pytest.raises(NotImplementedError, match="second derivatives of the head"):
         jax.grad(lambda *a: grad(*a).sum(), argument)(*operands)
-
-
-def test_forward_mode_and_temperature_refused(problem):
-    with pytest.raises(TypeError, match="use reverse mode"):
-        jax.jvp(
-            lambda h: total(h, *problem[1:], loss_fn=nll)[0], problem[:1], problem[:1]
-        )
-    with pytest.raises(NotImplementedError, match="temperature is not differentiable"):
-        jax.grad(lambda t: total(*problem, loss_fn=nll, temperature=t)[0])(2.0)
 
 
 # Errors, and which backend ran
