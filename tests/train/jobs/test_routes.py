@@ -165,7 +165,7 @@ def test_plan_names_what_is_recorded():
     program = PolicyProgram(REPLAY)
     rollout = next(p for p in phases_of(program) if p.name == "rollout")
     assert rollout.parts["routes"] == 32 * 8 * 2 * 2
-    of_update = program.micro_batch((2, 16)).routes
+    of_update = program.micro_batch((2, 16), REPLAY.head).routes
     assert of_update.shape == (2, 16, 2, 2) and of_update.dtype == np.uint8
     assert route_records.dtype(SIZES.replaced({"experts.count": 257})) == np.uint16
 
