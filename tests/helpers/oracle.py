@@ -153,7 +153,7 @@ def divergence_of_columns(kind, z, ids, ln_q, rest=True, beta=0.5):
     q = np.where(exists & first, np.exp(ln_q), 0)
     if rest:
         groups = np.append(groups, ~groups.any(1, keepdims=True), 1)
-        q = np.append(q, 1 - q.sum(1, keepdims=True), 1)
+        q = np.append(q, np.maximum(1 - q.sum(1, keepdims=True), 0), 1)
     p = np.exp(log_softmax(z))
     mass = np.einsum("nkv,nv->nk", groups, p)
     shares = [x / np.where(x.sum(1) > 0, x.sum(1), 1)[:, None] for x in (mass, q)]
