@@ -175,7 +175,8 @@ def _record_entries(p, scaling, on):
     labels, on = p["labels"], on & (p["labels"] >= 0)
     z = of_logits(p, scaling, on).z
     stats, _ = oracle.statistics(z, labels)
-    columns = np.asarray(p["result"].columns).reshape(len(z), -1)
+    columns = np.asarray(p["result"].columns)
+    columns = columns.reshape(len(z), columns.shape[-1])
     kept = columns < z.shape[1]
     assert not (kept & (columns == labels[:, None])).any()
     assert all(

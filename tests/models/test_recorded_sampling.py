@@ -71,7 +71,7 @@ def test_entries_of_a_refilled_slot_are_those_of_its_row():
 
 
 def test_rows_and_steps_draw_different_entries():
-    """Of equal probabilities, draws and labels alone decide which are recorded."""
+    """With equal probabilities, only draws and labels decide which are recorded."""
     samples = complete(K, temperature=1e6)
     columns = samples.entries.columns[samples.mask]
     patterns = {tuple(row) for row in columns}

@@ -125,6 +125,8 @@ def for_active_chunks(chunk, active, body, carry, n_chunks: int | None = None):
     number of chunks. The body may therefore contain collectives over the shards.
     """
     n_rows = active.shape[0]
+    if n_rows == 0:
+        return carry
     n_padded = -(-n_rows // chunk) * chunk
     if n_chunks is None:
         n_chunks = (jnp.sum(active, dtype=jnp.int32) + chunk - 1) // chunk
