@@ -1,5 +1,6 @@
 """Graceful stopping: SIGTERM and SIGINT end a run between two steps."""
 
+import collections
 import contextlib
 import os
 import signal
@@ -39,7 +40,8 @@ class Stop:
         self._end = end
         self.signal, self._since = 0, 0.0
         self._deferred, self._is_lost = False, False
-        self._is_resent = False  # True until the watch has read the signal again
+        # One element for each signal sent again that the watch has not read yet.
+        self._resent: collections.deque[int] = collections.deque()
         self._replaced: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -118,7 +120,8 @@ class Stop:
             ignored.exc_value, (KeyboardInterrupt, SystemExit)
         ):
             return self._hook(ignored)
-        self._is_lost = self._is_resent = True
+        self._is_lost = True
+        self._resent.append(self.signal)
         threading.Timer(0.01, signal.raise_signal, [self.signal]).start()
 
     def _watch_signals(self, reader: int) -> None:
@@ -128,8 +131,8 @@ class Stop:
             while number := ord(numbers.read(1)):
                 if number not in self._replaced:
                     continue
-                if self._is_resent:  # however late it comes
-                    self._is_resent = False
+                if self._resent:  # however late it comes
+                    self._resent.popleft()
                     continue
                 name, now = signal.Signals(number).name, time.monotonic()
                 if since is None:

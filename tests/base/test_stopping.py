@@ -1,5 +1,6 @@
 """Signals: once to stop where nothing is lost, twice to stop at once."""
 
+import functools
 import gc
 import os
 import signal
@@ -120,21 +121,54 @@ def test_second_signal_ends_blocked_python():
         assert process.wait(timeout=60) == 128 + signal.SIGINT
 
 
+class _SlowPipe:
+    """The pipe of signal numbers, to a thread that has to wait for a processor."""
+
+    def __init__(self, pipe):
+        self._pipe = pipe
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._pipe.close()
+
+    def read(self, count):
+        numbers = self._pipe.read(count)
+        time.sleep(0.2)
+        return numbers
+
+
+def _slow_pipe(fdopen, *given, **options):
+    return _SlowPipe(fdopen(*given, **options))
+
+
 @pytest.mark.parametrize("one", [600.0, 0.0], ids=["soon", "after a second"])
-def test_signal_in_garbage_collection_is_raised_later(one, monkeypatch, capsys):
+@pytest.mark.parametrize("times, is_slow", [(1, False), (3, True)])
+def test_signal_in_garbage_collection_is_raised_later(
+    one, times, is_slow, monkeypatch, capsys
+):
     """Python ignores what a callback of the collector raises, as jax's does."""
     ends = []
     monkeypatch.setattr(stopping, "_ONE", one)
     monkeypatch.setattr(stopping.os, "_exit", ends.append)
+    if is_slow:
+        slow_pipe = functools.partial(_slow_pipe, os.fdopen)
+        monkeypatch.setattr(stopping.os, "fdopen", slow_pipe)
+    lost = [signal.raise_signal] + [lambda number: time.sleep(0.05)] * (times - 1)
 
     def interrupt(phase, info):
+        """Receive a signal, or the one that is sent again, and lose it."""
         if phase == "start":
-            gc.callbacks.remove(interrupt)
-            signal.raise_signal(signal.SIGINT)
+            lose = lost.pop(0)
+            if not lost:
+                gc.callbacks.remove(interrupt)
+            lose(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt), Stop():
         gc.callbacks.append(interrupt)
-        gc.collect()
+        for _ in range(times):
+            gc.collect()
         for _ in range(1000):
             time.sleep(0.01)
         pytest.fail("the signal was lost")
