@@ -86,11 +86,11 @@ class EvalConfig:
         """A line that says that no record is held out.
 
         Raises:
-            ValueError: eval.patience or eval.samples needs held-out records.
+            ValueError: a setting of evaluations needs held-out records.
         """
         advice = "nothing is held out; see data.held_out and task.held_out"
-        for name in ("patience", "samples"):
-            if getattr(self, name) is not None:
+        for name in ("patience", "samples", "at_start"):
+            if getattr(self, name) not in (None, False):
                 raise ValueError(
                     f"eval.{name}={getattr(self, name)} has nothing to evaluate: "
                     f"{advice}"

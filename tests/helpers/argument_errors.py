@@ -253,8 +253,8 @@ ERRORS = [
      "key must be given with gradient=Sample(k=2, forward='exact'), such as "
      "jax.random.fold_in(jax.random.key(seed), step)"),
     ({"key": 3}, ValueError,
-     "key must not be given without gradient=jaxmem.Sample(k): the exact gradient "
-     "draws no random numbers"),
+     "key must not be given without gradient=jaxmem.Sample(k): only this gradient "
+     "draws random numbers"),
     # axis_name
     ({"axis_name": 3}, TypeError,
      "axis_name must be the name of a mesh axis, or a tuple of different names, got "

@@ -285,8 +285,8 @@ def check_key(key, gradient, shape: tuple[int, ...]) -> jax.Array | None:
     if not isinstance(gradient, Sample):
         if key is not None:
             raise ValueError(
-                "key must not be given without gradient=jaxmem.Sample(k): the exact "
-                "gradient draws no random numbers"
+                "key must not be given without gradient=jaxmem.Sample(k): only this "
+                "gradient draws random numbers"
             )
         return None
     if key is None:

@@ -143,9 +143,10 @@ def test_patience_counts_evaluations_of_held_out_prompts():
     assert "did not improve by more than 2 (best reward " in said
 
 
-def test_patience_without_held_out_prompts_is_refused():
-    with pytest.raises(ValueError, match="^eval.patience=1 has nothing to evaluate"):
-        train("eval.patience=1", "task.held_out=0")
+@pytest.mark.parametrize("setting", ["eval.patience=1", "eval.at_start=True"])
+def test_evaluation_without_held_out_prompts_is_refused(setting):
+    with pytest.raises(ValueError, match=f"^{setting} has nothing to evaluate"):
+        train(setting, "task.held_out=0")
 
 
 def own_prompts(*overrides):
