@@ -130,7 +130,7 @@ class Recorded:
     >>> import jax, jax.numpy as jnp, jaxmem
     >>> h, W, y = jnp.ones((2, 8)), jnp.zeros((4, 8)), jnp.array([0, 3])
     >>> entries = jaxmem.record_entries(h, W, y, 3, jax.random.key(0))
-    >>> jaxmem.logprobs(h, W + 1, y, gradient=jaxmem.Recorded(entries)).round(3)
+    >>> jaxmem.logprobs(h, W, y, gradient=jaxmem.Recorded(entries)).round(3)
     Array([-1.386, -1.386], dtype=float32)
     """
 
