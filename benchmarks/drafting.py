@@ -113,11 +113,9 @@ def drafts(pool: Pool, most: int) -> Drafts:
 
 def _longer(match: np.ndarray, tokens: np.ndarray, token: int) -> np.ndarray:
     """The matches that end at each place, with one more token of the row."""
-    made = np.zeros_like(match)
-    made[1:] = match[:-1]
-    made += 1
-    made *= tokens == token
-    return made
+    longer = np.ones_like(match)
+    longer[1:] += match[:-1]
+    return longer * (tokens == token)
 
 
 def _draft(pool: Pool, place: int, t: int, most: int) -> np.ndarray:
@@ -142,10 +140,10 @@ class Steps(NamedTuple):
 
 def steps(drafts: Drafts, k: int) -> Steps:
     """The steps of a row with drafts of at most k tokens; each adds one of its own."""
-    made, drafted, accepted, t = 0, 0, 0, 0
+    count, drafted, accepted, t = 0, 0, 0, 0
     while t < len(drafts.lengths):
         took = min(int(drafts.accepted[t]), k)
         drafted += min(int(drafts.lengths[t]), k)
         accepted += took
-        made, t = made + 1, t + took + 1
-    return Steps(made, drafted, accepted)
+        count, t = count + 1, t + took + 1
+    return Steps(count, drafted, accepted)

@@ -61,10 +61,10 @@ def gains(args: argparse.Namespace) -> None:
         for pool in drafting.POOLS:
             same = {name: row[name] for name in ("set", *REPLAYED[2:])}
             same |= {"completion_tokens": row["completion_tokens"], "pool": pool}
-            made = rows.setdefault(tuple(same.values()), same)
-            made[f"width_{width}"] = round(float(row[pool]) / over[width], 3)
-    made = [row | {"date": results.today()} for row in rows.values()]
-    print("wrote", results.save(args.out, made))
+            gains = rows.setdefault(tuple(same.values()), same)
+            gains[f"width_{width}"] = round(float(row[pool]) / over[width], 3)
+    dated = [row | {"date": results.today()} for row in rows.values()]
+    print("wrote", results.save(args.out, dated))
 
 
 def main(arguments=None):

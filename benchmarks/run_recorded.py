@@ -98,7 +98,7 @@ def record(options, h, W, y, key):
     return jaxmem.record_entries(h, W, y, options["k"], key, chunk=options["chunk"])
 
 
-def told(options, h, W, y, entries):
+def normalisers(options, h, W, y, entries):
     """(exact ln Z, estimated ln Z, its estimated error) of each token."""
 
     def loss_fn(stats):
@@ -111,7 +111,7 @@ def told(options, h, W, y, entries):
 
 def errors(options, programs, h, W, y, entries) -> dict[str, Any]:
     """Columns: errors of ln Z over the tokens."""
-    exact, new, error = programs["told"](h, W, y, entries)
+    exact, new, error = programs["normalisers"](h, W, y, entries)
     far, is_lost = new - exact, jnp.isinf(error)
     change = jnp.where(entries.label_logit == 0, 0, exact - entries.logsumexp)
     row = {
@@ -133,8 +133,9 @@ def compiled(options, operands) -> dict[str, Any]:
         if path.kind != INT8 or h.dtype == jnp.bfloat16
     }
     functions |= {
-        RECORD: (record, (h, W, y, key)), "told": (told, (h, W, y, entries)),
-    }  # fmt: skip
+        RECORD: (record, (h, W, y, key)),
+        "normalisers": (normalisers, (h, W, y, entries)),
+    }
 
     def one(item):
         name, (function, operands) = item
@@ -142,8 +143,8 @@ def compiled(options, operands) -> dict[str, Any]:
         return attempt(f"compile {name}", lambda: jitted.lower(*operands).compile())
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        made = dict(zip(functions, pool.map(one, functions.items()), strict=True))
-    return {name: program for name, program in made.items() if program is not None}
+        compiled = dict(zip(functions, pool.map(one, functions.items()), strict=True))
+    return {name: program for name, program in compiled.items() if program is not None}
 
 
 def entries_like(shape, k: int):
@@ -175,19 +176,19 @@ def measure(asked, name: str, shape, kind: str, programs: dict) -> list[dict]:
         for path in [path for path in PATHS if path.name in programs]:
             if step != STEPS[0] and path.what != BOTH:
                 continue
-            made = attempt(f"run {path.name}", programs[path.name], *operands)
-            if made is None:
+            outcome = attempt(f"run {path.name}", programs[path.name], *operands)
+            if outcome is None:
                 continue
             runs[path.name] = functools.partial(programs[path.name], *operands)
             if path == Path(EXACT, (0, 1), BOTH):
-                exact = made
-            far = noise(made, exact) if exact is not None and made[1] else {}
+                exact = outcome
+            far = noise(outcome, exact) if exact is not None and outcome[1] else {}
             far.pop("loss_equal_bits", None)
             found[path.name] = far
             if path.kind == RECORDED:
                 of_entries = (programs, new_h, new_W, y, entries)
                 found[path.name] |= errors(options, *of_entries)
-            made = None
+            outcome = None
         taken: dict[str, Any] = dict.fromkeys(found)
         unit_ms = None
         if step == STEPS[0]:
@@ -219,18 +220,18 @@ def _times(timed, unit_ms, program) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--cpu", action="store_true", help="the shapes for a CPU")
-    made.add_argument("--dtype", help="bfloat16; on a CPU float32")
-    made.add_argument("--chunk", type=int, default=2048)
-    made.add_argument("--k", type=int, default=128)
-    made.add_argument("--data", action="append", help="policy, flat or peaked")
-    made.add_argument("--step", action="append", type=float, help="default: three")
-    made.add_argument("--head", action="append", help="one of the heads; default all")
-    made.add_argument("--shape", help="N,D,V instead of the heads")
-    made.add_argument("--repetitions", type=int, default=3)
-    made.add_argument("--out", default="recorded.csv")
-    return made
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("--cpu", action="store_true", help="the shapes for a CPU")
+    flags.add_argument("--dtype", help="bfloat16; on a CPU float32")
+    flags.add_argument("--chunk", type=int, default=2048)
+    flags.add_argument("--k", type=int, default=128)
+    flags.add_argument("--data", action="append", help="policy, flat or peaked")
+    flags.add_argument("--step", action="append", type=float, help="default: three")
+    flags.add_argument("--head", action="append", help="one of the heads; default all")
+    flags.add_argument("--shape", help="N,D,V instead of the heads")
+    flags.add_argument("--repetitions", type=int, default=3)
+    flags.add_argument("--out", default="recorded.csv")
+    return flags
 
 
 def main(arguments=None) -> None:

@@ -50,12 +50,11 @@ class CommandOptions:
             value = getattr(self, field.path)
             if value is None and field.is_optional:
                 continue
-            for fact in field.facts:
-                # The type has no None for users of flags, who leave the flag out.
-                if isinstance(fact, fields.Constraint):
-                    if (fault := fact.fault(value, optional=False)) is not None:
-                        flag = flag_of(field)
-                        raise ValueError(f"{flag} {fault}, got {messages.short(value)}")
+            for constraint in field.constraints:
+                # Users leave a flag out, so that no error offers None.
+                if (fault := constraint.fault(value, optional=False)) is not None:
+                    flag = flag_of(field)
+                    raise ValueError(f"{flag} {fault}, got {messages.short(value)}")
 
     def group(self, group: type[_Group]) -> _Group:
         """The values of one group, as an object of its class."""

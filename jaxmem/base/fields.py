@@ -177,9 +177,23 @@ def build(
         name: the name that errors begin with; None: that of the class.
 
     Raises:
+        TypeError: a path names no setting, or a group has a value of its own.
         ValueError: a value cannot be used. The message names it by its whole path, as
             in `ModelConfig.rope.theta`.
     """
+    name = section.__name__ if name is None else name
+    known = {field.path: field for field in fields(section)}
+    for path, value in values.items():
+        first, _, rest = path.partition(".")
+        group = known[first].group if first in known else None
+        if first not in known or (rest and group is None):
+            raise TypeError(f"{_join(name, path)!r} is not a setting")
+        if group is not None and not rest and not isinstance(value, group):
+            example = _join(name, f"{path}.{fields(group)[0].path}")
+            raise TypeError(
+                f"{_join(name, path)!r} is a group of settings; name one of them, as "
+                f"in {example!r}"
+            )
     own = {path: value for path, value in values.items() if "." not in path}
     inner: dict[str, dict[str, Any]] = {}  # by the first part of their paths
     for path in values.keys() - own.keys():
@@ -189,18 +203,17 @@ def build(
         if field.path not in inner or field.group is None:
             continue
         default = field.default if base is None else getattr(base, field.path)
-        whole = _join(section.__name__ if name is None else name, field.path)
+        whole = _join(name, field.path)
         try:
             own[field.path] = build(
                 field.group,
                 inner[field.path],
                 None if default is dataclasses.MISSING else default,
+                whole,
             )
         except ValueError as error:
             text = str(error).replace(f"{field.group.__name__}.", f"{whole}.")
             raise ValueError(text) from error
-    if unknown := inner.keys() - own.keys():
-        raise TypeError(f"{section.__name__} has no group {sorted(unknown)[0]!r}")
     return section(**own) if base is None else dataclasses.replace(base, **own)
 
 

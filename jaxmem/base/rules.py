@@ -8,13 +8,14 @@
 
 The functions get the section, or for rules across sections the whole configuration of
 the job, whose settings are `run.steps`. Errors name a setting by its path, and may
-quote others: `{heads}` stands for the value of `heads`. A setting is set if it differs
-from its default. `base.fields.check` evaluates the table in its order.
+quote others: `{heads}` stands for the value of `heads`. The setting itself has
+`{path}`, `{value}`, its `{default}`, and `{short}`, the value cut to a line. A setting
+is set if it differs from its default. `base.fields.check` evaluates the table in its
+order.
 """
 
 import dataclasses
-import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxmem.base import fields, messages
@@ -22,20 +23,15 @@ from jaxmem.base import fields, messages
 Condition = Callable[[Any], Any]  # of a configuration; true or false in effect
 
 
-class _Quoted(Mapping):
-    """Attributes of a configuration by name, for the text of an error."""
+class _Quoted(dict):
+    """Facts of one setting by name, and the attributes of its configuration."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, **facts: Any):
+        super().__init__(facts)
         self._config = config
 
-    def __getitem__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> Any:
         return getattr(self._config, name)
-
-    def __iter__(self):
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +39,7 @@ class SettingsRule:
     """A condition on each of some settings, and the error of one that breaks it."""
 
     settings: tuple[str, ...]  # paths
-    # follows the path; {0} stands for the value, {1} for its short form, {2} for the
-    # default and {3} for the path
-    error: str
+    error: str  # follows the path
     where: Condition  # true of a configuration: an error
     if_set: bool = False  # True: settings that have their defaults are no error
 
@@ -56,9 +50,11 @@ class SettingsRule:
         for path in self.settings:
             value, default = fields.value_of(config, path), _default(config, path)
             if not self.if_set or value != default:
-                facts = value, messages.short(value), default, path
-                text = string.Formatter().vformat(self.error, facts, _Quoted(config))
-                return f"{prefix}{path}{text}"
+                facts = _Quoted(
+                    config, path=path, value=value, default=default,
+                    short=messages.short(value),
+                )  # fmt: skip
+                return f"{prefix}{path}{self.error.format_map(facts)}"
         return None
 
 
@@ -71,39 +67,41 @@ def wrong(
 
 def refused(settings: str, text: str, where: Condition) -> SettingsRule:
     """The error "KEY=VALUE TEXT" of these settings where a condition is true."""
-    return SettingsRule(tuple(settings.split()), f"={{0!r}} {text}", where)
+    return SettingsRule(tuple(settings.split()), f"={{value!r}} {text}", where)
 
 
 def must(setting: str, be: str, good: Condition) -> SettingsRule:
     """The error "KEY must be BE, got VALUE" where `good` is false."""
-    return wrong(setting, f"must be {be}, got {{1}}", lambda config: not good(config))
+    return wrong(
+        setting, f"must be {be}, got {{short}}", lambda config: not good(config)
+    )
 
 
 def unfit(settings: str, text: str, where: Condition) -> SettingsRule:
-    """The error "KEY=VALUE TEXT" of a set one where a condition is true."""
-    return SettingsRule(tuple(settings.split()), f"={{0!r}} {text}", where, True)
+    """The error "KEY=VALUE TEXT" of those that are set, where a condition is true."""
+    return SettingsRule(tuple(settings.split()), f"={{value!r}} {text}", where, True)
 
 
 def needs(
     settings: str, what: str, having: Condition = lambda _: False
 ) -> SettingsRule:
-    """The error "KEY=VALUE needs WHAT" of a set one where `having` is false."""
+    """The error "KEY=VALUE needs WHAT" of those that are set, if not `having`."""
     return unfit(settings, f"needs {what}", lambda config: not having(config))
 
 
 def excludes(settings: str, what: str, where: Condition) -> SettingsRule:
-    """The error "KEY=VALUE cannot be combined with WHAT" of a set one."""
+    """The error "KEY=VALUE cannot be combined with WHAT" of those that are set."""
     return unfit(settings, f"cannot be combined with {what}", where)
 
 
 def unread(settings: str, why: str, where: Condition) -> SettingsRule:
-    """The error "KEY=VALUE has no effect WHY" of a set one."""
+    """The error "KEY=VALUE has no effect WHY" of those that are set."""
     return unfit(settings, f"has no effect {why}", where)
 
 
 def left_out(settings: str, why: str, where: Condition) -> SettingsRule:
-    """The error "KEY must be left out, or DEFAULT, WHY, got VALUE" of a set one."""
-    text = f"must be left out, or {{2!r}}, {why}, got {{1}}"
+    """The error "KEY must be left out, or DEFAULT, WHY, got VALUE" of those set."""
+    text = f"must be left out, or {{default!r}}, {why}, got {{short}}"
     return wrong(settings, text, where, if_set=True)
 
 

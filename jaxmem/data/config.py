@@ -110,12 +110,13 @@ class DataConfig:
         ),
         wrong(
             "streams",
-            "must divide batch_size, got streams={0} for batch_size={batch_size}",
+            "must divide batch_size, got streams={value} for batch_size={batch_size}",
             lambda config: config.batch_size % config.streams,
         ),
         wrong(
             "shuffle_window",
-            "must stay {2} with shuffle=False, because nothing is shuffled, got {0}",
+            "must stay {default} with shuffle=False, because nothing is shuffled, got "
+            "{value}",
             lambda config: not config.shuffle and is_set(config, "shuffle_window"),
         ),
     )

@@ -181,8 +181,11 @@ def make(name: str | os.PathLike[str], /, **sections: Mapping[str, Any]) -> Any:
     named = [] if job is None else [_Binding("run.job", job, _MAKE, _MAKE)]
     groups = _groups(_known_jobs([*bindings, *named]))
     old: list[str] = []  # keys
+    spelled: dict[str, str] = {}  # keys as they are in the call, by the current ones
     for key, value in _python_settings(sections, groups):
         current = renamed_keys.current(key)
+        if (other := spelled.setdefault(current, key)) != key:
+            raise ConfigError(f"{_MAKE}: {other} and {key} are the same setting")
         old += [key] if current != key else []
         value = _python_value(current, value)
         bindings.append(_Binding(current, value, _MAKE, _MAKE))

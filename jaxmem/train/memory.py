@@ -55,12 +55,12 @@ class RematConfig:
     RULES = (
         excludes(
             "last save",
-            "policy={policy!r}, which chooses it: leave it {2}",
+            "policy={policy!r}, which chooses it: leave it {default}",
             lambda config: config.policy == "fit",
         ),
         excludes(
             "last save",
-            "policy={policy!r}, which keeps all blocks whole: leave it {2}",
+            "policy={policy!r}, which keeps all blocks whole: leave it {default}",
             lambda config: config.policy == "none",
         ),
         excludes(

@@ -1,5 +1,7 @@
 """The model's configuration: groups of its architecture, and rules across them."""
 
+import re
+
 import pytest
 
 from jaxmem.base import fields
@@ -33,10 +35,18 @@ def test_replaced_keeps_every_other_setting():
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("rope.thet", "thet"), ("ropes.theta", "ropes"), ("x", "x")]
+    ("path", "fault"),
+    [
+        ("rope.thet", "not a setting"),
+        ("ropes.theta", "not a setting"),
+        ("rope_theta", "not a setting"),
+        ("hidden.x", "not a setting"),
+        ("norm", "a group of settings; name one of them, as in 'ModelConfig.norm."),
+    ],
 )
-def test_replaced_refuses_unknown_settings(path, name):
-    with pytest.raises(TypeError, match=f"'{name}'"):
+def test_replaced_refuses_unknown_settings(path, fault):
+    message = re.escape(f"'ModelConfig.{path}' is {fault}")
+    with pytest.raises(TypeError, match=f"^{message}"):
         ModelConfig().replaced({path: 1.0})
 
 

@@ -65,6 +65,12 @@ def test_old_key_of_the_model_is_read_everywhere(old, new, value, tmp_path, caps
         assert capsys.readouterr().err.endswith(said)
 
 
+def test_old_and_new_key_in_one_call_are_refused():
+    expected = "model.rope_theta and model.rope.theta are the same setting"
+    with pytest.raises(configuration.ConfigError, match=expected):
+        configuration.make("sft", model={"rope_theta": 9.0, "rope": {"theta": 8.0}})
+
+
 def test_settings_of_a_saved_run_are_those_of_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("words.txt").write_text("the head of a model " * 20)
@@ -77,6 +83,13 @@ def test_settings_of_a_saved_run_are_those_of_its_file(tmp_path, monkeypatch):
     saved = json.loads((SAVED / "flat_keys.json").read_text())
     settings = jobs.job_of(config).settings()
     assert resuming.changes(saved, settings, tmp_path, 4, 4) == []
+    sampled = jobs.job_of(config.replaced({"head.gradient": ("sample", 4)})).settings()
+    assert resuming.changes(saved, sampled, tmp_path, 4, 5) == []  # not in old runs
+    current = json.loads(
+        json.dumps({**settings.fixed, "changeable": settings.changeable})
+    )
+    (line,) = resuming.changes(current, sampled, tmp_path, 4, 5)
+    assert line == 'head.gradient was null, is ["sample", 4]'
     other = jobs.job_of(config.replaced({"model.rope.theta": 600.0})).settings()
     with pytest.raises(ValueError, match="model.rope.theta was 500.0, is 600.0"):
         resuming.changes(saved, other, tmp_path, 4, 4)

@@ -147,7 +147,7 @@ class DistillJobConfig(JobConfig):
             "task.reward task.reward_weights task.timeout task.reward_errors "
             "task.unrewarded",
             "has no effect without distill.reward_weight; set distill.reward_weight, "
-            "or leave {3} out",
+            "or leave {path} out",
             lambda config: config.distill.reward_weight is None,
             if_set=True,
         ),

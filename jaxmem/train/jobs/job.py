@@ -153,6 +153,7 @@ class Job(Hooked):
         changeable["run"] = {
             name: getattr(config.run, name) for name in ("steps", "accumulate", "seed")
         }
+        changeable["head"] = {"gradient": config.head.gradient}  # others round alike
         changeable = {
             name: {k: v for k, v in fields.items() if k not in fixed.get(name, {})}
             for name, fields in changeable.items()

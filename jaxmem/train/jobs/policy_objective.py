@@ -196,7 +196,7 @@ class GrpoConfig:
         ),
         wrong(
             "minibatches",
-            "must divide prompts x group_size = {samples}, got {0}",
+            "must divide prompts x group_size = {samples}, got {value}",
             lambda grpo: grpo.samples % grpo.minibatches,
         ),
     )

@@ -365,6 +365,8 @@ def changed(**fields):
     (lambda: Recorded(3), TypeError, "must have jaxmem.RecordedEntries, got 3"),
     (lambda: changed(columns=lambda e: jnp.float32(e.columns)), TypeError,
      "gradient.entries.columns must be int32, got float32"),
+    (lambda: changed(logits=lambda e: jnp.bfloat16(e.logits)), TypeError,
+     "gradient.entries.logits must be float32, got bfloat16"),
     (lambda: changed(logits=lambda e: e.columns), TypeError,
      "gradient.entries.logits must be float32, got int32"),
     (lambda: changed(logsumexp=lambda e: e.logsumexp[:-1]), ValueError,

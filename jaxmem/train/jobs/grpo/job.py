@@ -72,7 +72,7 @@ class _Measured(NamedTuple):
     """Results of a forward pass over samples."""
 
     logprobs: Logprobs
-    entries: RolloutEntries | None  # None: the pass records none
+    entries: RolloutEntries | None  # None: nothing records any
 
 
 class Grpo(Job, name="grpo"):
@@ -395,24 +395,22 @@ class Grpo(Job, name="grpo"):
         temperature = self.config.eval.temperature
         return SamplePrograms.of(self.program, evaluated_at=temperature)
 
-    def _measure_old(
-        self, number: int, params: Any, rollout: Rollout
-    ) -> tuple[Logprobs, RolloutEntries | None]:
+    def _measure_old(self, number: int, params: Any, rollout: Rollout) -> "_Measured":
         """Old log-probabilities of samples that the first update does not measure.
 
-        And the entries of all samples, of the sampler or of this pass.
+        The entries are of all samples, recorded by the sampler or by this pass.
         """
         passes, shape = self.config.passes, rollout.completions.sampled.shape
         old = Logprobs.unknown(shape, rollout.supports is not None)
         if not passes.have_old_pass:
-            return old, rollout.entries
+            return _Measured(old, rollout.entries)
         rows = np.arange(len(rollout.advantages))
         if passes.read_own_old:
             rows = np.setdiff1d(rows, next(self._minibatches(number, len(rows))))
         rest = take(rollout, rows)
         measured = self._run_forward(self._compiled.logprobs, params, rest, number)
         old.put(rows, measured.logprobs)
-        return old, measured.entries
+        return _Measured(old, measured.entries)
 
     def _measure_logprobs(
         self,

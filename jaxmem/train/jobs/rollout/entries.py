@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.head.maths.recorded import RecordedEntries
+from jaxmem.head.maths.recorded import EMPTY, RecordedEntries
 from jaxmem.packing import Packing
 from jaxmem.train.jobs.rollout.packed import Completions
-
-_EMPTY = np.iinfo(np.int32).max  # a column past the last one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,14 +94,17 @@ def no_entries(shape: tuple[int, ...], k: int) -> RecordedEntries:
     def zeros() -> Any:
         return np.zeros(shape, np.float32)
 
-    columns = np.full((*shape, k), _EMPTY, np.int32)
+    columns = np.full((*shape, k), EMPTY, np.int32)
     logits = np.zeros((*shape, k), np.float32)
     return RecordedEntries(columns, logits, zeros(), zeros(), zeros(), zeros())
 
 
 def _copy_rows(
-    target: RecordedEntries, at: np.ndarray, source: RecordedEntries, rows: np.ndarray
+    target: RecordedEntries,
+    target_rows: np.ndarray,
+    source: RecordedEntries,
+    source_rows: np.ndarray,
 ) -> None:
-    """Copy the tokens `rows` of one tree of arrays to the tokens `at` of another."""
-    for to, values in zip(target, source, strict=True):
-        to[at] = np.asarray(values)[rows]
+    """Copy some tokens of one tree of arrays to as many of another."""
+    for copies, values in zip(target, source, strict=True):
+        copies[target_rows] = np.asarray(values)[source_rows]
