@@ -1,14 +1,21 @@
 """`record_entries`: an old pass that records few logits of each token."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxmem.base import messages, ranges
 from jaxmem.head.backends.protocol import SampleLoops, sampler_of
-from jaxmem.head.maths import backend_operands, recorded, vocab_shards
+from jaxmem.head.maths import (
+    backend_operands,
+    column_sampling,
+    recorded,
+    vocab_shards,
+)
 from jaxmem.head.maths.backend_operands import Factors, TokenRows
 from jaxmem.head.maths.explicit_axes import sharded_like, with_automatic_axes
 from jaxmem.head.maths.gradients import Sample
@@ -17,6 +24,7 @@ from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.head.maths.row_stats import Outputs
 from jaxmem.head.maths.spec import AxisName, CallOptions, Chunk, Implementation, Spec
 from jaxmem.head.verbs import arguments
+from jaxmem.head.verbs.arguments import HeadOperands
 from jaxmem.head.verbs.rule import on_tokens
 
 _OUTPUTS = "logprob", "logsumexp", "entropy", "sum_pi_squared"
@@ -62,11 +70,12 @@ def record_entries(
     >>> entries.logsumexp.round(2), entries.logits.shape
     (Array([1.39, 0.  ], dtype=float32), (2, 3))
     """
+    operands = arguments.read_head(hidden, W)
+    _check(operands, k, key, axis_name)
     options = CallOptions(
         chunk=chunk, where=where, temperature=temperature, gradient=Sample(k), key=key,
         axis_name=axis_name, implementation=implementation,
     )  # fmt: skip
-    operands = arguments.read_head(hidden, W)
     spec, backend, source, rows, shape = arguments.call(
         "record_entries", _OUTPUTS, operands, labels, options
     )
@@ -79,6 +88,23 @@ def record_entries(
 
     entries = on_tokens(spec, record, *lax.stop_gradient((source, rows)))
     return jax.tree.map(lambda x: jnp.reshape(x, (*shape, *x.shape[1:])), entries)
+
+
+def _check(
+    operands: HeadOperands, k: Any, key: Any, axis_name: AxisName | None
+) -> None:
+    """Refuse by their own names what the gradient `Sample(k)` would refuse."""
+    options = CallOptions(axis_name=axis_name)
+    spec = arguments.spec_of(operands.source, operands.head, _OUTPUTS, options)
+    if spec.vocab_size == 1:
+        raise ValueError(
+            "W must have at least 2 entries of the vocabulary, k of which are "
+            "recorded, got 1"
+        )
+    if problem := ranges.integers(1, spec.vocab_size - 1).problem(k):
+        got = messages.short(k)
+        raise ValueError(f"k {problem}, less than the vocabulary, got {got}")
+    column_sampling.check_keys(key, operands.shape)
 
 
 def _record(

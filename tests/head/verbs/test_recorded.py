@@ -384,6 +384,28 @@ def test_wrong_entries_are_named(gradient, kind, message):
         jaxmem.logprobs(h, W, y, gradient=gradient())
 
 
+@pytest.mark.parametrize(
+    ("k", "message"),
+    [
+        (0, "k must be from 1 to 39, less than the vocabulary, got 0"),
+        (V, "k must be from 1 to 39, less than the vocabulary, got 40"),
+        (1.5, "k must be an integer, less than the vocabulary, got 1.5"),
+    ],
+)
+def test_record_entries_names_its_own_k(k, message):
+    (h, W), _, y = problem()
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        jaxmem.record_entries(h, W, y, k, KEY)
+
+
+def test_record_entries_names_a_missing_key_and_a_vocabulary_of_one():
+    (h, W), _, y = problem()
+    with pytest.raises(TypeError, match="^key must be a PRNG key, .* got None$"):
+        jaxmem.record_entries(h, W, y, K, None)
+    with pytest.raises(ValueError, match="^W must have at least 2 entries of the voc"):
+        jaxmem.record_entries(h, W[:1], y, 1, KEY)
+
+
 def test_other_functions_refuse_recorded_entries():
     (h, W), _, y = problem()
     gradient = Recorded(jaxmem.record_entries(h, W, y, K, KEY))
