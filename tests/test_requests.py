@@ -10,7 +10,7 @@ from jaxmem.base import options
 from jaxmem.base.command_options import CommandOptions, Flag, Positional
 from jaxmem.base.fields import Must
 from jaxmem.base.ranges import integers
-from jaxmem.commands import cli, flags
+from jaxmem.commands import cli, flags, requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,14 @@ def test_request_names_the_flag_of_an_impossible_value():
         read("m", "--in=x", "--max-tokens=0")
     with pytest.raises(ValueError, match=r"^--top-p must be in \(0, 1\], got nan$"):
         read("m", "--in=x", "--top-p=nan")
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_heartbeat_has_at_least_a_second(seconds):
+    with pytest.raises(
+        ValueError, match=f"^--heartbeat must be at least 1.*{seconds}$"
+    ):
+        requests.TrainRequest("a.gin", heartbeat=seconds)
 
 
 def test_help_has_the_default_of_the_request():

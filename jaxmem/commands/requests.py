@@ -12,6 +12,7 @@ from jaxmem.base.command_options import (
     Flag,
     Positional,
 )
+from jaxmem.base.ranges import integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class ProcessOptions(CommandOptions):
     process_id: Annotated[int | None, "number of this process, counted from 0"] = None
     heartbeat: Annotated[
         int,
+        integers(1),
         Flag(metavar="SECONDS"),
         "seconds without a sign of life after which a process counts as dead, which "
         "ends the run (default {default})",
