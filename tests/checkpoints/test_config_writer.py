@@ -1,6 +1,7 @@
 """Decoders from random weights as architectures that others know."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from flax import nnx
 
 from jaxmem import checkpoints
 from jaxmem.checkpoints import CheckpointError
+from jaxmem.checkpoints.architectures import parse_config
 from jaxmem.data import vocabulary
+from tests.checkpoints.configurations import CONFIGURATIONS
 from tests.helpers import decoders, texts
 from tests.helpers.architectures import GEMMA, KNOWN, SMALL
 from tests.helpers.cases import slow
@@ -38,6 +41,19 @@ def test_description_reads_back_as_the_model(name, tmp_path):
     assert read.model.replaced(same) == model
 
 
+@pytest.mark.parametrize("name", ["llama4", "llama4_every"])
+def test_describe_names_chunked_attention(name):
+    kind, raw = CONFIGURATIONS[name]
+    raw = {"model_type": kind} | raw
+    model = parse_config(pathlib.Path("config.json"), raw).model
+    described = checkpoints.describe(model, 64)
+    assert described["attention_chunk_size"] == raw["attention_chunk_size"]
+    kinds = [layer.partition("_")[0] for layer in described["layer_types"]]
+    assert [kind == "chunked" for kind in model.by_layer("pattern")] == [
+        kind == "chunked" for kind in kinds
+    ]
+
+
 EXPERTS = {
     "feed_forwards": ("experts",),
     "experts.count": 4,
@@ -57,6 +73,10 @@ EXPERTS = {
             "Qwen3ForCausalLM cannot have self_attn.qkv_bias=",
         ),
         ({**GEMMA, "self_attn.scale": 0.3}, "Gemma2.* cannot have self_attn.scale="),
+        (
+            {"pattern": ("chunked", "unrotated"), "self_attn.window": 8},
+            r"cannot have pattern=\('chunked', 'unrotated', 'chunked'\)",
+        ),
         (EXPERTS, "Qwen3MoeForCausalLM cannot have qk_norm.enabled=False"),
     ],
 )

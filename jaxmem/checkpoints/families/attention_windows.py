@@ -111,10 +111,10 @@ class Windows(ConfigPart):
     def write(self, model: ModelConfig) -> dict[str, Any]:
         raw: dict[str, Any] = {"sliding_window": model.self_attn.window}
         if self.listed:
-            names = {kind: name for name, kind in KINDS.items()}
-            names["unrotated"] = names["global"]
+            # Kinds that these keys cannot name are read back as another.
+            names = {True: "sliding_attention", False: "full_attention"}
             kinds = model.by_layer("pattern")
-            raw = {"layer_types": [names[kind] for kind in kinds]} | raw
+            raw = {"layer_types": [names[kind == "local"] for kind in kinds]} | raw
         if self.default is not None and model.self_attn.window is None:
             raw["sliding_window"] = self.default  # of no layer, but it must be given
         if self.switch:
