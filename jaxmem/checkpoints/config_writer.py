@@ -81,12 +81,6 @@ def _normal_settings(model: ModelConfig) -> dict[str, Any]:
     fields = {k: v for k, v in values_of(model).items() if k not in FREE}
     fields["pattern"] = model.by_layer("pattern")
     fields["self_attn.scale"] = f"{model.score_scale:.12g}"
-    if model.rope.scaling is None:
-        fields["rope.factor"] = 1.0
-    if model.rope.scaling != "llama3":
-        fields |= dict.fromkeys(
-            ("rope.low_factor", "rope.high_factor", "rope.original_length")
-        )
     if "local" not in fields["pattern"] or model.rope.local_theta == model.rope.theta:
         fields["rope.local_theta"] = None
     return fields

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from jaxmem.base.fields import check
 from jaxmem.base.ranges import integers, reals
-from jaxmem.base.rules import must, needs
+from jaxmem.base.rules import SettingsRule, must, needs, unread
 
 # Sizes have bounds, each far above that of any model, so that an impossible size is an
 # error before anything is allocated. They also bound a weight to less than 2**63 bytes.
@@ -18,6 +18,17 @@ COUNT = integers(above=0, limit=2**16)  # heads, experts, and numbers of a head
 WIDTH = integers(above=0, limit=2**22)  # of a layer
 INT32 = integers(above=0, limit=2**31 - 1)  # tokens and rows
 POSITIVE = reals(above=0)
+
+
+def _unscaled(settings: str, *scalings: str) -> SettingsRule:
+    """The rule that settings have an effect only on some scalings of wavelengths."""
+    *first, last = map(repr, scalings)
+    named = f"{', '.join(first)} or {last}" if first else last
+    return unread(
+        settings,
+        f"without rope.scaling={named}",
+        lambda rope: rope.scaling not in scalings,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +109,15 @@ class RopeConfig:
             "at least rope.low_factor",
             lambda rope: rope.high_factor >= rope.low_factor,
         ),
+        _unscaled("factor", "linear", "llama3", "yarn", "dynamic"),
+        _unscaled("low_factor high_factor original_length", "llama3", "yarn"),
+        _unscaled("truncate", "yarn"),
+        unread(
+            "attention_factor",
+            "without rope.scaling",
+            lambda rope: rope.scaling is None,
+        ),
+        _unscaled("long_attention_factor", "listed", "dynamic"),
     )
 
     def __post_init__(self):

@@ -27,9 +27,9 @@ def test_architecture_is_in_groups_and_choices_are_not():
 
 
 def test_replaced_keeps_every_other_setting():
-    model = ModelConfig(layers=1, rope=RopeConfig(factor=2.0))
+    model = ModelConfig(layers=1, rope=RopeConfig(fraction=0.5))
     changed = model.replaced({"rope.theta": 5.0, "norm.eps": 1e-5, "hidden": 8})
-    expected = dict(rope=RopeConfig(theta=5.0, factor=2.0), norm=NormConfig(eps=1e-5))
+    expected = dict(rope=RopeConfig(theta=5.0, fraction=0.5), norm=NormConfig(eps=1e-5))
     assert changed == ModelConfig(layers=1, hidden=8, **expected)
     assert model.replaced({}) == model
 
