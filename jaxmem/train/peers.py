@@ -178,6 +178,11 @@ TABLE = (
         jax="eval_interval eval_every_n_steps",
     ),
     PeerNames(
+        "eval.at_start",
+        trl="eval_on_start",
+        verl="trainer.val_before_train",
+    ),
+    PeerNames(
         "eval.keep_best",
         trl="load_best_model_at_end",
         axolotl="load_best_model_at_end",

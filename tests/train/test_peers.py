@@ -40,6 +40,8 @@ def test_answer_exists_for_every_other_name():
         ("algorithm.filter_groups.enable", "grpo.resample"),
         ("actor.policy_loss.loss_mode", "grpo.loss"),
         ("rollout.val_kwargs.n", "eval.samples"),
+        ("trainer.val_before_train", "eval.at_start"),
+        ("eval_on_start", "eval.at_start"),
         ("algorithm.rollout_correction", "grpo.correction"),
         ("trainer.nnodes", "section mesh"),
         ("rollout.gpu_memory_utilization", "no such setting"),
