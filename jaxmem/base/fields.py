@@ -15,7 +15,8 @@ A text is the help that `jaxmem train --keys` prints. An object with a method `f
 a constraint on the value: `base.ranges.Range`, `Must`, `base.user_code.Named`. The
 choices of a Literal are checked too. A field that is a dataclass is a group of
 settings, which are named by their whole path: `rope.theta`. `RULES` are conditions that
-several settings have to meet together (`base.rules`).
+several settings have to meet together (`base.rules`); a class adds its own to those of
+its bases.
 """
 
 import dataclasses
@@ -237,6 +238,13 @@ def check_rules(config: Any, rules: Iterable[JointConstraint]) -> None:
     _raise_first(_joint_faults(config, rules, name))
 
 
+@functools.cache
+def rules(section: type) -> tuple[JointConstraint, ...]:
+    """The conditions of a dataclass, after those of its bases."""
+    classes = reversed(section.__mro__)
+    return tuple(rule for kind in classes for rule in vars(kind).get("RULES", ()))
+
+
 def _raise_first(faults: Iterator[str]) -> None:
     for fault in faults:
         raise ValueError(fault)
@@ -251,7 +259,7 @@ def _faults(config: Any, name: str) -> Iterator[str]:
             yield from _faults(value, path)
         elif fault := field.fault(value):
             yield f"{path} {fault}, got {messages.short(value)}"
-    yield from _joint_faults(config, getattr(type(config), "RULES", ()), name)
+    yield from _joint_faults(config, rules(type(config)), name)
 
 
 def _joint_faults(

@@ -69,8 +69,6 @@ class ModelProgram:
         frozen_shapes: shapes and shardings of the frozen weights; {} if there are none.
     """
 
-    reads_entries = False  # True: the loss takes head.gradient=("recorded", k)
-
     def __init__(
         self,
         config: Any,
@@ -79,11 +77,6 @@ class ModelProgram:
     ):
         if schedule is None:
             schedule = learning_rate_schedule(config.optimizer, config.run.steps)
-        if config.head.recorded is not None and not self.reads_entries:
-            raise ValueError(
-                f"head.gradient={config.head.gradient} needs run.job='grpo', where the "
-                'entries of each token are recorded; use ("sample", k) here'
-            )
         self.model_config = with_vocabulary(config.model, vocab_size)
         self._make_own = model_factory.maker(self.model_config, config.head)
         config.remat.check_layers(self.model_config.layers)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from jaxmem.base import fields, user_code
 from jaxmem.base.fields import Must, check
 from jaxmem.base.ranges import integers, reals
-from jaxmem.base.rules import needs
+from jaxmem.base.rules import needs, unfit
 from jaxmem.models.decoder import ModelConfig
 from jaxmem.models.partitioning import MeshConfig
 from jaxmem.models.training_head import HeadConfig
@@ -122,8 +122,21 @@ class JobConfig:
     remat: RematConfig = RematConfig()
     eval: EvalConfig = EvalConfig()
 
+    reads_entries = False  # True: the loss takes head.gradient=("recorded", k)
+
+    RULES = (
+        unfit(
+            "head.gradient",
+            "needs run.job='grpo', where the entries of each token are recorded; use "
+            '("sample", k) here',
+            lambda config: (
+                config.head.recorded is not None and not config.reads_entries
+            ),
+        ),
+    )
+
     def __post_init__(self):
-        """Refuse what a section cannot have, and the rules of the job's `RULES`."""
+        """Refuse what a section cannot have, and what breaks one of `RULES`."""
         check(self, name="")
 
     @classmethod

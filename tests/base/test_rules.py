@@ -82,3 +82,15 @@ def test_rows_across_sections_have_no_class_in_their_errors():
     with pytest.raises(ValueError) as raised:
         check(Whole(two=Section(name="b")), "")
     assert str(raised.value) == "two.name='b' needs one.size"
+
+
+def test_rows_of_a_class_add_to_those_of_its_bases():
+    @dataclasses.dataclass(frozen=True)
+    class Further(Curve):
+        RULES = (must("low", "above 0", lambda c: c.low > 0),)
+
+    check(Further(low=0.5))
+    with pytest.raises(ValueError, match="^Further.low must be above 0, got 0.0$"):
+        check(Further())
+    with pytest.raises(ValueError, match="^Further.high must be at least low=2, got"):
+        check(Further(low=2.0))

@@ -71,7 +71,7 @@ def test_every_range_and_rule_has_an_error_here(tmp_path, monkeypatch):
     rules = [
         (f"{kind.__name__}.{rule.settings[0]}{rule.error}", rule)
         for kind in [*kinds, *(job.Config for job in JOBS.values())]
-        for rule in (*getattr(kind, "RULES", ()), *getattr(kind, "LOSS_RULES", ()))
+        for rule in (*fields.rules(kind), *getattr(kind, "LOSS_RULES", ()))
         if kind is not DpoConfig  # tests of a loss of one's own have them
     ]
     missing = [name for name, each in ranges + rules if id(each) not in broken]

@@ -284,6 +284,8 @@ class GrpoJobConfig(JobConfig):
     grpo: GrpoConfig
     rollouts: RolloutsConfig = RolloutsConfig()
 
+    reads_entries = True
+
     RULES = (
         needs(
             "task.source",

@@ -12,6 +12,7 @@ import pytest
 
 from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.train.configuration import load
+from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.jobs.forward_passes import ForwardPasses
 from jaxmem.train.jobs.grpo import job as grpo, minibatches
 from jaxmem.train.jobs.grpo.minibatches import Minibatch, TokenDraw, cut_prefixes
@@ -19,7 +20,6 @@ from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import GrpoConfig
 from jaxmem.train.jobs.rollout.entries import RolloutEntries, bytes_of_token
 from jaxmem.train.jobs.rollout.nested_rows import take
-from jaxmem.train.jobs.sft import SftProgram
 from jaxmem.train.metrics import PolicyMetrics
 from tests.helpers.cases import slow
 from tests.helpers.grpo import CONFIGS, SMALL, completions, curve, job_with, train
@@ -407,9 +407,16 @@ def test_jobs_without_rollouts_refuse_entries():
     head = dataclasses.replace(SMALL.head, gradient=("recorded", 4))
     assert head.samples == head.recorded == 4 and head.sample is None
     assert head.exact_forward.gradient == ("sample", 4)
-    config, _ = load(CONFIGS / "sft_stdlib.gin", ["head.gradient=('recorded', 4)"])
-    with pytest.raises(ValueError, match=re.escape("needs run.job='grpo', where the")):
-        SftProgram(config, 64)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OwnConfig(SftJobConfig):
+        RULES = ()
+
+    config, _ = load(CONFIGS / "sft_stdlib.gin", [])
+    sections = {name: getattr(config, name) for name in SftJobConfig.sections()}
+    for kind in (SftJobConfig, OwnConfig):
+        with pytest.raises(ValueError, match=re.escape("needs run.job='grpo', where ")):
+            kind(**sections | {"head": head})
 
 
 def test_plan_counts_entries():

@@ -70,7 +70,6 @@ class PolicyProgram(SamplingProgram):
     """A policy's functions and shapes."""
 
     config: GrpoJobConfig
-    reads_entries = True
 
     @property
     def updates(self) -> int:
