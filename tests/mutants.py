@@ -70,6 +70,7 @@ class Mutant(NamedTuple):
     before: str
     after: str
     source: str  # of the whole module, changed
+    lines: range  # of the statement in the unchanged module
 
 
 def main() -> None:
@@ -83,7 +84,8 @@ def main() -> None:
         "--module", action="append", choices=MODULES, help="of those drawn, these only"
     )
     arguments = parser.parse_args()
-    drawn = draw(arguments.count, arguments.seed)
+    each = {module: [*mutants(module)] for module in MODULES}
+    drawn = draw(each, arguments.count, arguments.seed)
     drawn = [x for x in drawn if x.module in (arguments.module or MODULES)]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -106,10 +108,9 @@ def main() -> None:
             writer.writerows(rows)
 
 
-def draw(count: int, seed: int) -> list[Mutant]:
-    """As many from each module, as far as it has any."""
+def draw(each: dict[str, list], count: int, seed: int) -> list:
+    """As many from each module's list, as far as it has any."""
     rng = random.Random(seed)
-    each = {module: list(mutants(module)) for module in MODULES}
     for found in each.values():
         rng.shuffle(found)
     drawn = []
@@ -118,13 +119,18 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return drawn[:count]
 
 
-def mutants(module: str) -> Iterator[Mutant]:
+def mutants(module: str, root: pathlib.Path = ROOT) -> Iterator[Mutant]:
     """Every change of an expression that one of the module's functions computes."""
-    tree = ast.parse((ROOT / module).read_text("utf-8"))
+    tree = ast.parse((root / module).read_text("utf-8"))
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            for node in computed(function):
-                yield from changed(tree, module, function.name, node)
+            yield from mutants_of(tree, module, function)
+
+
+def mutants_of(tree, module, function: ast.FunctionDef) -> Iterator[Mutant]:
+    """Every change of an expression that this function of a module computes."""
+    for node in computed(function):
+        yield from changed(tree, module, function, node)
 
 
 def computed(function: ast.FunctionDef) -> Iterator[ast.AST]:
@@ -149,8 +155,23 @@ def changed(tree, module, function, node) -> Iterator[Mutant]:
     """The module with the node changed, for each way there is."""
     before = ast.unparse(node)
     for undo in _changes(node):
-        yield Mutant(module, function, before, ast.unparse(node), ast.unparse(tree))
+        after, source = ast.unparse(node), ast.unparse(tree)
+        lines = lines_around(function, node)
+        yield Mutant(module, function.name, before, after, source, lines)
         undo()
+
+
+def lines_around(function, node) -> range:
+    """Lines of the innermost statement around a node, without the body of a block."""
+    statements = [
+        x
+        for x in ast.walk(function)
+        if isinstance(x, ast.stmt) and x.lineno <= node.lineno <= (x.end_lineno or 0)
+    ]
+    inner = max(statements, key=lambda x: (x.lineno, -(x.end_lineno or 0)))
+    body = getattr(inner, "body", None)
+    end = body[0].lineno if body else (inner.end_lineno or 0) + 1
+    return range(inner.lineno, max(end, inner.lineno + 1))
 
 
 def _changes(node):
@@ -180,7 +201,7 @@ def row_of(mutant: Mutant, trees: queue.SimpleQueue) -> tuple:
         verdict = verdict_of(mutant, tree)
     finally:
         trees.put(tree)
-    row = *mutant[:-1], verdict, round(time.monotonic() - start)
+    row = *mutant[:4], verdict, round(time.monotonic() - start)
     print(*row, sep="  ", flush=True)
     return row
 
