@@ -11,7 +11,7 @@ of every command is fast and needs no extra.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from jaxmem.base import fields, messages, options
@@ -68,6 +68,15 @@ def flag_of(field: fields.Setting) -> str:
         return positional.metavar
     flag = field.fact(Flag) or Flag()
     return flag.name or f"--{field.path.replace('_', '-')}"
+
+
+def by_flag(options: CommandOptions, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    """The values of options by their flags, without the fields of some names."""
+    return {
+        flag_of(field): getattr(options, field.path)
+        for field in fields.fields(type(options))
+        if field.path not in leave_out
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

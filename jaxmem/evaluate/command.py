@@ -12,11 +12,12 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from jaxmem.base import hub, json_files
+from jaxmem.base.command_options import by_flag
 from jaxmem.evaluate.config import EvaluateRequest
 from jaxmem.evaluate.model import HarnessModel
 from jaxmem.evaluate.recorded_answers import RecordedAnswers
 from jaxmem.generate.model import Model
-from jaxmem.score.fingerprint import fingerprint_of
+from jaxmem.score.fingerprint import Fingerprint, fingerprint_of
 from jaxmem.score.journal import ResumableOutput
 from jaxmem.train.output import report
 from jaxmem.train.state import ownership
@@ -96,12 +97,13 @@ def _content(
     return f"{json.dumps({**kept, 'options': options}, indent=1)}\n".encode()
 
 
-def _fingerprint(request: EvaluateRequest, model: Model) -> str:
+def _fingerprint(request: EvaluateRequest, model: Model) -> Fingerprint:
     """Hash everything that answers and their order depend on, but the tasks' files."""
     options = dataclasses.asdict(request) | {"lm_eval": lm_eval.__version__}
     for name in ("model", "out", "trust_code"):
         del options[name]
-    return fingerprint_of(json.dumps(options), model.files, ())
+    flags = by_flag(request, ("out", "trust_code"))
+    return fingerprint_of(json.dumps(options), model.files, (), flags)
 
 
 def _check_request(request: EvaluateRequest, out: Path) -> None:

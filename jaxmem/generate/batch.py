@@ -10,11 +10,12 @@ from typing import Any, BinaryIO, NamedTuple
 from rich.console import Console
 
 from jaxmem.base import messages
+from jaxmem.base.command_options import by_flag
 from jaxmem.data.records import DataError, RawRecord, read_records
 from jaxmem.data.source_files import find_files
 from jaxmem.generate.completions import Completion, EncodedPrompt, Generator, unreached
 from jaxmem.generate.grading import Grading
-from jaxmem.score.fingerprint import fingerprint_of
+from jaxmem.score.fingerprint import Fingerprint, fingerprint_of
 from jaxmem.score.journal import Journal, ResumableOutput, write_lines
 
 _COLUMNS = ("completion", "tokens", "finish", "stop")  # of the output
@@ -69,7 +70,7 @@ def generate_file(
     if not records:
         raise DataError(f"{source}: no prompts")
     reader, grading = generator.model.reader, grading or Grading()
-    job = _Job(generator, records, grading)
+    job = _Job(generator, source, records, grading)
     output = ResumableOutput(target, job.noun, console)
     with reader.whole_pass():
         prompts = job.encode()
@@ -84,6 +85,7 @@ class _Job(NamedTuple):
     """The records of a file, and how they are completed."""
 
     generator: Generator
+    source: str  # of the records
     records: Sequence[RawRecord]
     grading: Grading
 
@@ -190,7 +192,7 @@ def _summary(job: _Job, journal: Journal, seconds: float) -> Iterator[str]:
             yield line
 
 
-def _fingerprint(job: _Job, prompts: Sequence[EncodedPrompt]) -> str:
+def _fingerprint(job: _Job, prompts: Sequence[EncodedPrompt]) -> Fingerprint:
     """Hash everything that completions and rewards depend on."""
     config = dataclasses.asdict(job.generator.config)
     if job.samples == 1:  # as in journals from before there was a choice
@@ -204,4 +206,10 @@ def _fingerprint(job: _Job, prompts: Sequence[EncodedPrompt]) -> str:
         json.dumps([record.fields, prompt.ids]).encode() + b"\n"
         for record, prompt in firsts
     )
-    return fingerprint_of(options, generator.model.files, inputs)
+    flags = by_flag(generator.config) | {
+        "--in": job.source,
+        "--reward": job.grading.reward,
+        "--dtype": model.dtype,
+        "--base": model.base,
+    }
+    return fingerprint_of(options, generator.model.files, inputs, flags)

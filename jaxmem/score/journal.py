@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jaxmem.base import files, locks
 from jaxmem.base.stopping import Stop
+from jaxmem.score.fingerprint import Fingerprint
 from jaxmem.train.output.progress import Progress
 
 _HEAD = b'{"fingerprint"'  # of a journal
@@ -38,7 +39,7 @@ class Journal:
 
     Args:
         out: path of the future output file.
-        fingerprint: hash of everything that the results depend on.
+        fingerprint: of everything that the results depend on.
         source: name of the documents' file; a journal that is continued keeps its first
             name.
         boundaries: numbers of documents after which a group ends, from 0 to the number
@@ -57,7 +58,7 @@ class Journal:
     def __init__(
         self,
         out: Path,
-        fingerprint: str,
+        fingerprint: Fingerprint,
         source: str = "",
         boundaries: Iterable[int] | None = None,
     ):
@@ -66,7 +67,13 @@ class Journal:
         self.done, self.source = 0, source
         ends = None if boundaries is None else set(boundaries)
         self.total = None if ends is None else max(ends)
-        head = json.dumps({"fingerprint": fingerprint, "source": source})
+        head = json.dumps(
+            {
+                "fingerprint": fingerprint.digest,
+                "source": source,
+                "flags": fingerprint.flags,
+            }
+        )
         if self.path.exists():
             self._continue(fingerprint, head, ends)
         elif os.path.lexists(self._partial):  # ours exists beside a journal only
@@ -87,7 +94,7 @@ class Journal:
         self._file.close()
 
     def _continue(
-        self, fingerprint: str, head: str, boundaries: set[int] | None
+        self, fingerprint: Fingerprint, head: str, boundaries: set[int] | None
     ) -> None:
         """Truncate the journal after the last complete group."""
         end, count = 0, -1  # the first line is not a document
@@ -108,14 +115,22 @@ class Journal:
                     end, self.done = file.tell(), count
         files.truncate(self.path, end)
 
-    def _saved_source(self, head: bytes, fingerprint: str) -> str:
+    def _saved_source(self, head: bytes, fingerprint: Fingerprint) -> str:
         """Return the data's name from a journal's first line; raise on a mismatch."""
+        differing: list[str] = []
         try:
             saved = json.loads(head)
-            if saved["fingerprint"] == fingerprint:
+            if saved["fingerprint"] == fingerprint.digest:
                 return saved["source"]
-        except (ValueError, LookupError, TypeError):
+            differing = [*fingerprint.differing_flags(saved.get("flags", {}))]
+        except (ValueError, LookupError, TypeError, AttributeError):
             pass
+        if differing:
+            raise ValueError(
+                f"{self.path} contains unfinished results of other options: "
+                f"{', '.join(differing)}; give the options as they were to continue "
+                "it, delete the file, or name another --out"
+            )
         raise ValueError(
             f"{self.path} contains unfinished results of other inputs, another "
             "checkpoint or other options; delete it, or name another --out"
@@ -227,7 +242,7 @@ class ResumableOutput:
     @contextlib.contextmanager
     def journal(
         self,
-        fingerprint: str,
+        fingerprint: Fingerprint,
         source: str = "",
         boundaries: Iterable[int] | None = None,
     ) -> Iterator[Journal]:

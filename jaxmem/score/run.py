@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxmem import checkpoints
+from jaxmem.base.command_options import by_flag
 from jaxmem.data.documents import NO_LABEL, load_documents
 from jaxmem.data.records import SUFFIXES, DataError, kind_of
 from jaxmem.models.own_model import LanguageModel
@@ -34,7 +35,7 @@ from jaxmem.score.document_windows import (
     cut,
     encode,
 )
-from jaxmem.score.fingerprint import fingerprint_of
+from jaxmem.score.fingerprint import Fingerprint, fingerprint_of
 from jaxmem.score.journal import ResumableOutput
 from jaxmem.score.opened_model import OpenedModel, opened
 from jaxmem.score.summary import Summary, summarise
@@ -272,7 +273,7 @@ def _fingerprint(
     model: OpenedModel,
     documents: Sequence[EncodedDocument],
     names: Sequence[str],
-) -> str:
+) -> Fingerprint:
     """Hash everything that the scores and their order depend on."""
     options: list[Any] = [config.max_tokens, config.stride, config.dtype, config.chunk]
     if config.base is not None:
@@ -286,4 +287,5 @@ def _fingerprint(
             yield json.dumps([name, document.first]).encode()
             yield document.ids.tobytes()
 
-    return fingerprint_of(json.dumps(options), model.files, inputs())
+    flags = by_flag(config, ("out", "trust_code"))
+    return fingerprint_of(json.dumps(options), model.files, inputs(), flags)

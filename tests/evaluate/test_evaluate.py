@@ -292,7 +292,8 @@ def test_killed_eval_repeats_and_loses_nothing(groups, evaluated, monkeypatch, c
 def test_unfinished_eval_of_other_requests_is_refused(evaluated, monkeypatch, capsys):
     killed_after(1, evaluated, monkeypatch)
     assert evaluated("x.json", "--limit", "2") is None
-    assert "unfinished results of other inputs" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "results of other options: --limit left out (now 2); give the" in said
     other = evaluated.tasks / "other.json"
     text = (evaluated.tasks / "rows.json").read_text()
     for word in ("one", "cat", "some"):

@@ -23,6 +23,7 @@ from jaxmem.data.records import DataError, read_records
 from jaxmem.generate import GenerateConfig, Generator, conversation
 from jaxmem.generate.completions import EncodedPrompt, unreached
 from jaxmem.generate.grading import Grading
+from jaxmem.score.journal import ResumableOutput
 from tests.helpers import runs, seeded, texts
 from tests.helpers.cases import slow
 
@@ -244,6 +245,28 @@ def test_unfinished_file_belongs_to_its_options(model, sampled, prompts):
     journal.write_text(line + json.dumps({"prompt": "ab"}) + "\n")
     with pytest.raises(ValueError, match="unfinished results of other inputs"):
         written(sampled)
+
+
+def test_unfinished_file_of_other_options_names_their_flags(
+    model, sampled, prompts, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            ResumableOutput, "record", lambda *_: signal.raise_signal(signal.SIGINT)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            written(sampled)
+    journal = pathlib.Path("out.jsonl.unfinished")
+    with open(journal, "a") as file:
+        file.write("{}\n")
+    config = dataclasses.replace(sampled.config, seed=4, stop=("x",), top_k=2)
+    with pytest.raises(ValueError) as raised:
+        written(Generator(model, config))
+    assert str(raised.value) == (
+        "out.jsonl.unfinished contains unfinished results of other options: --top-k "
+        "left out (now 2), --stop left out (now 'x'), --seed 3 (now 4); give the "
+        "options as they were to continue it, delete the file, or name another --out"
+    )
 
 
 def test_unfinished_file_of_version_0_2_is_continued(tmp_path, monkeypatch):

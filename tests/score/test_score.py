@@ -15,6 +15,7 @@ from jaxmem import checkpoints, score
 from jaxmem.base import files, locks
 from jaxmem.commands import cli
 from jaxmem.score import ScoreConfig, document_windows, journal, run
+from jaxmem.score.fingerprint import Fingerprint
 from tests.helpers import texts
 from tests.helpers.cases import slow
 from tests.helpers.files import no_file_above
@@ -408,7 +409,7 @@ def test_files_of_others_are_not_replaced(suffix, tmp_path):
     with pytest.raises((ValueError, OSError), match=message):
         lock = out.with_name("scores.jsonl.lock")
         with locks.exclusive(lock, f"--out {out}", print):
-            journal.Journal(out, "fingerprint", "", [0, 3])
+            journal.Journal(out, Fingerprint("digest"), "", [0, 3])
     assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) <= 2
 
 
@@ -429,7 +430,10 @@ def test_unfinished_run_of_other_input_is_refused(
     if change == "time":  # of weights that may differ where nothing reads them
         os.utime(model / "model.safetensors", (0, 0))
     options = {"stride": 4} if change == "options" else {}
-    with pytest.raises(ValueError, match="unfinished results of other inputs, anoth"):
+    message = "other inputs, another checkpoint or other options; delete it"
+    if change == "options":
+        message = r"other options: --stride left out \(now 4\); give the options as"
+    with pytest.raises(ValueError, match=f"unfinished results of {message}"):
         scored(model, **options)
 
 
