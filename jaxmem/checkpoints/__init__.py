@@ -18,6 +18,7 @@ from jaxmem.checkpoints.config_reader import ignoring_keys as ignoring_keys
 from jaxmem.checkpoints.config_writer import (
     Text as Text,
     describe as describe,
+    describe_known as describe_known,
     write_text_files as write_text_files,
 )
 from jaxmem.checkpoints.directories import copy_text_files as copy_text_files

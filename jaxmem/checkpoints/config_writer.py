@@ -66,6 +66,26 @@ def describe(model: ModelConfig, max_positions: int) -> dict[str, Any]:
     )
 
 
+def describe_known(
+    model: ModelConfig, max_positions: int
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """The settings of the known architecture that computes the same, and its config.
+
+    Other architectures than Gemma have no scaled embeddings: the factor then is part of
+    the embedding table, and a tied head gets a matrix of its own.
+
+    Raises:
+        CheckpointError: no known architecture computes the same.
+    """
+    try:
+        return model, describe(model, max_positions)
+    except CheckpointError:
+        if not model.embedding.scaled:
+            raise
+    plain = model.replaced({"embedding.scaled": False, "tied": False})
+    return plain, describe(plain, max_positions)
+
+
 def _lost_settings(model: ModelConfig, raw: Mapping[str, Any]) -> list[str] | None:
     """Settings that are lost when `raw` is read back; None if it cannot be read."""
     try:

@@ -20,7 +20,12 @@ from jaxmem.checkpoints.architectures import CheckpointConfig, read_config
 from jaxmem.checkpoints.bitsandbytes import CodedTensors
 from jaxmem.checkpoints.coded_files import StoredCodes
 from jaxmem.checkpoints.config_reader import CheckpointError, write_object
-from jaxmem.checkpoints.config_writer import FREE, Text, describe, write_text_files
+from jaxmem.checkpoints.config_writer import (
+    FREE,
+    Text,
+    describe_known,
+    write_text_files,
+)
 from jaxmem.checkpoints.directories import (
     TOKENIZER_FILES,
     check_target,
@@ -391,13 +396,9 @@ def as_known(decoder: Decoder, max_positions: int) -> tuple[Decoder, dict[str, A
         CheckpointError: no known architecture computes the same.
     """
     model = decoder.config
-    try:
-        return decoder, describe(model, max_positions)
-    except CheckpointError:
-        if not model.embedding.scaled:
-            raise
-    plain = model.replaced({"embedding.scaled": False, "tied": False})
-    described = describe(plain, max_positions)
+    plain, described = describe_known(model, max_positions)
+    if plain is model:
+        return decoder, described
     flat = by_path(decoder)
     table = flat["embed/embedding"]
     if model.tied:

@@ -84,6 +84,10 @@ def _save(
         )
     if isinstance(decoder, OwnModel):
         return _save_own_model(target, decoder, source, dtype)
+    if source.unknown is not None:
+        raise CheckpointError(
+            f"{path}: {source.unknown}; jaxmem generate, score and eval read it"
+        )
     if rank and not merge:
         if dtype is not None:
             raise CheckpointError(

@@ -34,7 +34,7 @@ from jaxmem.models.weights import (
     split_weights,
 )
 from jaxmem.remat.offload import Streamed
-from jaxmem.train import model_factory, precision, starts
+from jaxmem.train import known_architecture, model_factory, precision, starts
 from jaxmem.train.optimizer import (
     OptimizerConfig,
     clip,
@@ -321,6 +321,9 @@ class ModelProgram:
         if is_alone and (line := attention.advice(self.model_config)) is not None:
             yield line
         model = self.config.model
+        has_checkpoints = self.config.run.checkpoint_every is not None
+        if line := known_architecture.warning(self.model_config, has_checkpoints):
+            yield line
         if model.adapter is not None:
             matrices = [*model.lora_targets, *["head"] * model.lora_head]
             yield (

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from jaxmem.base import files, hub, processes
 from jaxmem.checkpoints import model_card
-from jaxmem.train import cards
+from jaxmem.train import cards, known_architecture
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.output.progress import say
 from jaxmem.train.settings import JobConfig
@@ -36,10 +36,12 @@ def _write_cards(job: Job, directory: Path) -> None:
 
 def check_push(config: JobConfig) -> None:
     """Raise a HubError unless the result of a run can be uploaded at its end."""
-    if config.model.factory is not None:
+    if not config.model.lora_rank and (
+        reason := known_architecture.reason_without(config.model)
+    ):
         raise hub.HubError(
-            f"run.push={config.run.push!r}: only its own code can load a model of "
-            "model.factory; leave run.push out"
+            f"run.push={config.run.push!r}: there will be no model to upload, because "
+            f"{reason}; leave run.push out"
         )
     try:
         hub.check_push(config.run.push or "")

@@ -12,7 +12,14 @@ from jaxmem import checkpoints
 from jaxmem.base import files, processes
 from jaxmem.models.decoder import Decoder, ModelConfig
 from jaxmem.models.own_model import LanguageModel, OwnModel
-from jaxmem.train import about, keys, model_factory, model_names, precision
+from jaxmem.train import (
+    about,
+    keys,
+    known_architecture,
+    model_factory,
+    model_names,
+    precision,
+)
 from jaxmem.train.jobs.job import Job
 from jaxmem.train.output.progress import say
 from jaxmem.train.output.run_facts import ABOUT
@@ -99,9 +106,10 @@ def leave(directory: Path, decoder: LanguageModel, console: Console, job: Job) -
     if decoder.config.lora_rank and source is None:
         line = (
             f"saved in {files.shown(target)}: adapters of random weights "
-            "(model.checkpoint=None), which only the run's checkpoints contain; "
-            "jaxmem export --merge saves the whole model"
+            "(model.checkpoint=None), which only the run's checkpoints contain"
         )
+        if known_architecture.reason_without(decoder.config) is None:
+            line += "; jaxmem export --merge saves the whole model"
     adapts = source if decoder.config.lora_rank else None
     if decoder.config.lora_rank and decoder.config.base is not None:
         line += f"; adapters of a base in {decoder.config.base}"
@@ -141,8 +149,8 @@ def export(target: Path, decoder: LanguageModel, job: Job, directory: Path) -> N
     add_end(target, reads.end_of_turn())
 
 
-def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None:
-    """Write the text files of a user's model, as a checkpoint has them."""
+def write_text(target: Path, model: LanguageModel, job: Job, directory: Path) -> None:
+    """Write the text files of a model without a known architecture."""
     target.mkdir(parents=True, exist_ok=True)
     source, reads = job.config.model.checkpoint, job.reads
     if source is None:
@@ -160,10 +168,10 @@ def write_text(target: Path, model: OwnModel, job: Job, directory: Path) -> None
 def known(model: LanguageModel) -> Decoder:
     """The model as a `Decoder`; raise for a model of `model.factory`."""
     if isinstance(model, OwnModel):
+        reason = known_architecture.reason_without(model.config)
         raise checkpoints.CheckpointError(
-            f"the model of model.factory={model.config.factory!r} has no architecture "
-            "that config.json can name; jaxmem generate, score and eval read the run "
-            "itself, and jaxmem export writes its weights"
+            f"{reason}; jaxmem generate, score and eval read the run itself, and "
+            "jaxmem export writes its weights"
         )
     return model
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from jaxmem import checkpoints
 from jaxmem.base import hub, messages, user_code
 from jaxmem.checkpoints import CheckpointError, base_record
-from jaxmem.models.own_model import LanguageModel, OwnModel
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.own_model import LanguageModel
 from jaxmem.models.partitioning import MeshConfig
-from jaxmem.train import configuration, model_names, results
+from jaxmem.train import configuration, known_architecture, model_names, results
 from jaxmem.train.jobs.job import Job, job_of
 from jaxmem.train.memory import RematConfig
 from jaxmem.train.program import ModelProgram
@@ -85,6 +86,7 @@ class Saved(NamedTuple):
     chat_template: str | None = None  # path of one that replaces the directory's
     files: tuple[Path, ...] = ()  # files that the decoder was read from
     end_of_turn: str | None = None  # token that ends turns, of conversations
+    unknown: str | None = None  # reason why config.json cannot name the architecture
 
     @property
     def is_drawn(self) -> bool:
@@ -228,13 +230,14 @@ def _open_run(
         yield Saved(Path(source), None, decoder, template, files, end)
         return
     with tempfile.TemporaryDirectory() as texts:
-        if isinstance(decoder, OwnModel):
-            results.write_text(Path(texts), decoder, job, directory)
-        else:
+        unknown = known_architecture.reason_without(decoder.config)
+        if isinstance(decoder, Decoder) and unknown is None:
             decoder, described = checkpoints.as_known(decoder, job.reads.longest)
             text = job.text(directory)
             checkpoints.write_text_files(Path(texts), described, text, "float32")
-        yield Saved(Path(texts), None, decoder, template, files)
+        else:
+            results.write_text(Path(texts), decoder, job, directory)
+        yield Saved(Path(texts), None, decoder, template, files, unknown=unknown)
 
 
 def _load_job(directory: Path, dtype: str | None, code: Code) -> Job:

@@ -54,6 +54,14 @@ def test_describe_names_chunked_attention(name):
     ]
 
 
+def test_describe_keeps_the_size_of_a_table_of_positions():
+    kind, raw = CONFIGURATIONS["gpt2"]
+    raw = {"model_type": kind} | raw
+    model = parse_config(pathlib.Path("config.json"), raw).model
+    described = checkpoints.describe(model, 8)  # trained with shorter rows
+    assert described["n_positions"] == model.embedding.positions == 32
+
+
 EXPERTS = {
     "feed_forwards": ("experts",),
     "experts.count": 4,

@@ -182,7 +182,8 @@ class Family:
         """A config of this family, which has those fields that its keys can say."""
         raw = {"architectures": [self.architecture], "model_type": self.model_type}
         written = write(self.parts, model)
-        return raw | written | {self.positions_key: max_positions}
+        # A table of learnt positions has a size of its own.
+        return raw | {self.positions_key: max_positions} | written
 
 
 @dataclasses.dataclass(frozen=True)
