@@ -85,6 +85,14 @@ _PANELS = (
         {"mean": "mismatch_mean", "largest": "mismatch_max"},
     ),
     _Panel(
+        "Micro-batches that took an exact forward pass instead of entries",
+        {"taken": "head_rejected", "all": "head_checked"},
+    ),
+    _Panel(
+        "Error of log-probabilities, nats",
+        {"measured": "head_error", "estimated": "forward_error"},
+    ),
+    _Panel(
         "Updates since tokens were sampled",
         {"mean": "staleness_mean", "largest": "staleness_max"},
     ),

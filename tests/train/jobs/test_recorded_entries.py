@@ -14,7 +14,7 @@ from jaxmem.head.maths.recorded import RecordedEntries
 from jaxmem.train.configuration import load
 from jaxmem.train.jobs.config import SftJobConfig
 from jaxmem.train.jobs.forward_passes import ForwardPasses
-from jaxmem.train.jobs.grpo import job as grpo, minibatches
+from jaxmem.train.jobs.grpo import job as grpo, minibatches, policy_report
 from jaxmem.train.jobs.grpo.minibatches import Minibatch, TokenDraw, cut_prefixes
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.jobs.policy_objective import GrpoConfig
@@ -304,6 +304,32 @@ def test_run_prints_and_counts_rejections(tmp_path):
         assert 0 < step.forward_error < 1 and step.head_without_estimate == 0
         assert step.mismatch_max < 1e-5 and step.gradient_samples == K
     assert result.history[0].old_seconds < 1e-2
+    rejected = sum(step.head_rejected for step in result.history)
+    told = result.summary
+    assert (told["head_rejected"], told["head_checked"]) == (rejected, 32)
+    errors = [step.head_error for step in result.history]
+    assert min(errors) <= told["head_error"] <= max(errors)
+    line = rf"{rejected}\s+of\s+32\s+micro-batches\s+\({rejected / 32:.0%}\)"
+    assert re.search(line, text) and "raise grpo.max_head_error" in text
+    page = (result.out_dir / "report.html").read_text()
+    assert "Micro-batches that took an exact forward pass instead of entries" in page
+    assert "Error of log-probabilities, nats" in page
+
+
+def test_advice_on_entries_is_of_many_rejections():
+    step = PolicyMetrics(1, *[0.0] * (len(PolicyMetrics._fields) - 1))
+    without = step._replace(head_checked=None, head_rejected=None, head_error=None)
+    assert set(policy_report.entries_summary([without]).values()) == {None}
+    few = step._replace(head_checked=40, head_rejected=1, head_without_estimate=3)
+    few = few._replace(head_error=None)
+    assert policy_report.entries_summary([without, few]) == {
+        "head_error": None, "head_rejected": 1, "head_checked": 40,
+        "head_without_estimate": 3,
+    }  # fmt: skip
+    assert not [*policy_report.advice_on_entries(RECORDED, [few, without])]
+    many = few._replace(head_rejected=9)
+    (line,) = policy_report.advice_on_entries(RECORDED, [few, many])
+    assert "10 of 80 micro-batches (12%)" in line and '("sample", 6)' in line
 
 
 def test_mismatch_is_measured_at_probes():

@@ -641,6 +641,7 @@ class Grpo(Job, name="grpo"):
                 name: {"seconds": seconds, **memory._asdict()}
                 for name, seconds, memory in timed
             },
+            **policy_report.entries_summary(history),
         }
 
     def closing(self, history: Sequence[PolicyMetrics]) -> Iterator[Any]:
@@ -652,6 +653,7 @@ class Grpo(Job, name="grpo"):
             f"{len(history)} rollouts, {metrics.tokens_per_second(history):,.0f} "
             "tokens/s"
         )
+        yield from policy_report.advice_on_entries(self.config, history)
 
 
 def _shown_at_k(values: Mapping[str, float | None]) -> str:

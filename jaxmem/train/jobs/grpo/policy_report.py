@@ -4,14 +4,18 @@ import functools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxmem.train import metrics, phases
+from jaxmem.train.jobs.config import GrpoJobConfig
 from jaxmem.train.jobs.grpo.policy_program import PolicyProgram, PolicyPrograms
 from jaxmem.train.jobs.rollout.prompts import Task
 from jaxmem.train.jobs.rollout_metrics import Rollout
 from jaxmem.train.metrics import HeadCost, PolicyMetrics
 from jaxmem.train.phases import Phase
 from jaxmem.train.program import gradient_shapes
+
+_MANY_REJECTED = 0.1  # share of micro-batches; entries save less than they cost then
 
 
 def phases_of(program: PolicyProgram) -> list[Phase]:
@@ -81,6 +85,41 @@ def timed_phases(
         for name, group in programs.items()
         if group
     ]
+
+
+def entries_summary(history: Sequence[PolicyMetrics]) -> dict[str, Any]:
+    """Fields of summary.json about recorded entries; None in runs without any.
+
+    `head_error` is the mean of the steps', and the others are sums over the steps.
+    """
+    checked = [step for step in history if step.head_checked]
+    errors = [step.head_error for step in checked if step.head_error is not None]
+    counts = "head_rejected", "head_checked", "head_without_estimate"
+    return {
+        "head_error": statistics.fmean(errors) if errors else None,
+        **{
+            name: sum(getattr(step, name) or 0 for step in checked) if checked else None
+            for name in counts
+        },
+    }
+
+
+def advice_on_entries(
+    config: GrpoJobConfig, history: Sequence[PolicyMetrics]
+) -> Iterator[str]:
+    """Yield a line for a run whose entries were often rejected."""
+    summary = entries_summary(history)
+    rejected, checked = summary["head_rejected"], summary["head_checked"]
+    k = config.head.recorded
+    if k is None or not checked or rejected < _MANY_REJECTED * checked:
+        return
+    yield (
+        f"head.gradient={config.head.gradient}: {rejected:,} of {checked:,} "
+        f"micro-batches ({rejected / checked:.0%}) were computed twice, because their "
+        f"errors exceeded grpo.max_head_error={config.grpo.max_head_error:g}: use "
+        f'("sample", {k}), more entries than {k}, a smaller optimizer.learning_rate or '
+        "fewer updates per rollout, or raise grpo.max_head_error"
+    )
 
 
 def examples(task: Task, rollout: Rollout, count: int = 3) -> Iterator[str]:
