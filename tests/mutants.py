@@ -43,7 +43,7 @@ MODULES = {
     "jaxmem/head/maths/checks.py": ("tests/head/maths/test_checks.py",),
     "jaxmem/head/backends/xla.py": OF_LOOPS,
     "jaxmem/head/maths/scaling.py": OF_LOOPS,
-    "jaxmem/heads/verbs.py": ("tests/heads/test_nnx.py", "tests/heads"),
+    "jaxmem/heads/verbs.py": ("tests/heads/test_methods.py", "tests/heads"),
     "jaxmem/packing/plan.py": ("tests/packing",),
     "jaxmem/losses/policy.py": ("tests/losses",),
     "jaxmem/losses/sequences.py": ("tests/losses",),
