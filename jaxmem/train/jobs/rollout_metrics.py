@@ -49,9 +49,9 @@ class Clock:
         self._start = self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """End the phase of that name, which began where the last one ended."""
-        now = time.perf_counter()
-        self.seconds[f"{phase}_seconds"] = now - self._last
+        """End a part of the phase of that name; it began where the last one ended."""
+        now, name = time.perf_counter(), f"{phase}_seconds"
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
         self.seconds["seconds"] = now - self._start
 

@@ -274,6 +274,9 @@ class Grpo(Job, name="grpo"):
         )
         state, updates = self._take_updates(number, state, learned, old)
         clock.lap("update")
+        self.task.trainer_state = TrainerState(number, config.run.steps)
+        self.rollouts.updated(number, (state.params, self.frozen))
+        clock.lap("rollout")
         self.last = rollout
         return state, self._make_metrics(number, rollout, old, updates, clock.seconds)
 

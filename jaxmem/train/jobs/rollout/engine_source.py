@@ -79,6 +79,9 @@ class EngineSource(RolloutSource):
         self._folder: WeightFolder | None = None
         self._pool: EnginePool | None = None  # in the first process
         self._groups: GroupSampler | None = None  # likewise
+        self._begun = 0  # number of the last step whose groups have been begun
+        self._failure: Exception | None = None  # of the preparation of that step
+        self._pushed: dict[str, Any] = {}  # seconds of that step's new weights
         self._observed: dict[str, Any] = {}
         self._is_verified = False
 
@@ -92,10 +95,8 @@ class EngineSource(RolloutSource):
 
     def sampled(self, step: int, attempt: int, weights: Weights) -> Sampled:
         if attempt == 0:
-            self._observed = self._push(step - 1, weights)
-            last = min(step + self.config.rollouts.max_staleness, self.config.run.steps)
-            for ahead in range(step, last + 1):
-                self._submit(Attempt(ahead, 0), version=step - 1)
+            self._begin_step(step, weights)
+            self._observed = self._pushed
         key = Attempt(step, attempt)
         self._submit(key, version=step - 1)
         started = time.perf_counter()
@@ -103,6 +104,32 @@ class EngineSource(RolloutSource):
         self._observe(transcripts, step, time.perf_counter() - started)
         limits = self._parts.limits
         return self._graded(sampled_of(transcripts, self._prompts(key), limits))
+
+    def updated(self, step: int, weights: Weights) -> None:
+        """See `RolloutSource`; the engine samples while the step is evaluated, saved.
+
+        A run that is to end does not wait for the engine to load weights.
+        """
+        is_last = step == self.config.run.steps
+        if is_last or processes.by_first(self._parts.is_stopping):
+            return
+        try:
+            self._begin_step(step + 1, weights)
+        except Exception as error:  # raised by the next step
+            self._failure = error
+
+    def _begin_step(self, step: int, weights: Weights) -> None:
+        """Give the engine the weights before a step, and begin the groups it may."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if step == self._begun:
+            return
+        self._pushed = self._push(step - 1, weights)
+        last = min(step + self.config.rollouts.max_staleness, self.config.run.steps)
+        for ahead in range(step, last + 1):
+            self._submit(Attempt(ahead, 0), version=step - 1)
+        self._begun = step
 
     def _push(self, version: int, weights: Weights) -> dict[str, Any]:
         """Give the engine the weights of a version, if it has others; the seconds."""

@@ -48,6 +48,13 @@ class RolloutSource(abc.ABC):
             weights: of the policy before the step.
         """
 
+    def updated(self, step: int, weights: Weights) -> None:
+        """Take the weights that a step has made, which sample for the next one.
+
+        An error is raised by the next call of `sampled`, because the step is done.
+        """
+        del step, weights
+
     def finish(self, step: int, attempts: int) -> None:
         """Count the prompts of a step, which took so many rollouts, as taken."""
         del step

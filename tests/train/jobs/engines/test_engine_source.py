@@ -174,13 +174,52 @@ def test_staleness_one_samples_a_step_ahead_and_no_further(monkeypatch):
     ).read_text("utf-8")
 
 
+def test_next_step_is_sampled_while_a_step_is_recorded(monkeypatch):
+    """No update lies between its tokens and its weights, also after an interruption."""
+    made = connect_to(monkeypatch, lambda x: PunctualPool(x, lambda _: 0))
+    seen = []
+
+    def on_step(metrics):
+        pool = made[-1]
+        if metrics.step < 3:
+            pool.wait(2 * metrics.step + 2)
+        seen.append(pool.loaded[-1][1])
+
+    config, text = configuration.load("grpo.gin", ["run.out_dir=whole"])
+    whole = jobs.train(config, text, on_step=on_step)
+    assert seen == [1, 2, 2]  # nothing samples from the weights of the last step
+    assert [step["staleness_max"] for step in metrics_of("whole")] == [0, 0, 0]
+    saving = ["run.checkpoint_every=1"]
+    stopped(saving, after=1, wait=lambda: made[-1].wait(4))
+    result, _ = runs.train("grpo.gin", *saving)
+    assert [version for _, version, _ in made[-1].loaded] == [1, 2]
+    assert len(made[-1].requests) == 2  # those of step 2 were saved
+    assert [step["staleness_max"] for step in metrics_of()] == [0, 0, 0]
+    assert [x.loss for x in result.history] == [x.loss for x in whole.history]
+
+
+@pytest.mark.full
+def test_weights_that_an_engine_refuses_end_the_next_step(monkeypatch):
+    class Refusing(SamplerPool):
+        def load_weights(self, directory, version, adapter):
+            if version == 1:
+                raise EngineError("http://localhost:1: no room for version 1")
+            return super().load_weights(directory, version, adapter)
+
+    connect_to(monkeypatch, Refusing)
+    with pytest.raises(EngineError, match="no room for version 1"):
+        runs.train("grpo.gin", "run.checkpoint_every=3")
+    assert [step["step"] for step in metrics_of()] == [1]
+    assert pathlib.Path("run/checkpoints/1").is_dir()
+
+
 def test_a_resumed_run_takes_over_the_groups_that_were_sampled_ahead(monkeypatch):
     asked = {0: 0, 1: 4, 2: 6, 3: 8}
     connect_to(monkeypatch, lambda x: PunctualPool(x, asked.__getitem__))
     whole, _ = runs.train("grpo.gin", *AHEAD, "run.steps=4", "run.out_dir=whole")
     saving = [*AHEAD, "run.steps=4", "run.checkpoint_every=1"]
     first = connect_to(monkeypatch, lambda x: PunctualPool(x, asked.__getitem__))
-    # The groups of step 3 are done when step 2 is saved.
+    # The groups of steps 3 and 4, of versions 1 and 2, are done when step 2 is saved.
     state = EngineSource.state
 
     def settled(source):
@@ -191,12 +230,11 @@ def test_a_resumed_run_takes_over_the_groups_that_were_sampled_ahead(monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(EngineSource, "state", settled)
         stopped(saving, after=2)
-    assert len(first[0].requests) == 6
-    left = {2: 0, 3: 2}  # those of step 3 are known
-    second = connect_to(monkeypatch, lambda x: PunctualPool(x, left.__getitem__))
+    assert len(first[0].requests) == 8
+    second = connect_to(monkeypatch, SamplerPool)
     result, _ = runs.train("grpo.gin", *saving)
     assert [version for _, version, _ in second[0].loaded] == [2, 3]
-    assert len(second[0].requests) == 2
+    assert len(second[0].requests) == 0
     assert [x.loss for x in result.history] == [x.loss for x in whole.history]
 
 
@@ -234,7 +272,7 @@ def test_a_run_of_other_sampling_samples_groups_again(monkeypatch):
     made = connect_to(monkeypatch, lambda x: PunctualPool(x, asked.__getitem__))
     saving = [*AHEAD, "run.checkpoint_every=1"]
     stopped(saving, after=1)
-    seeds = {request.seed for request in made[0].requests[2:]}
+    seeds = {request.seed for request in made[0].requests[2:4]}
     made = connect_to(monkeypatch, SamplerPool)
     runs.train("grpo.gin", *saving, "sampling.temperature=0.5")
     assert len(made[0].requests) == 4
