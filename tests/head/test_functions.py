@@ -71,6 +71,25 @@ def test_pairs_of_options(name, setting):
     check(name, setting)
 
 
+# A teacher has probability in all columns: tests/head/verbs/test_sampled_divergence.py.
+SAMPLED = [x for x in GRADED if FUNCTIONS[x].samples and "teacher" not in x]
+SAMPLED.remove("divergence_loss at another temperature")
+
+
+@pytest.mark.parametrize("name", [
+    name if name in ("selected_logprobs", "divergence_loss JSD columns") else full(name)
+    for name in SAMPLED
+])  # fmt: skip
+def test_sample_of_all_entries_gives_the_gradient(name):
+    """Nine columns have all of the probability, each more than a slot's share."""
+    setting = dataclasses.replace(
+        ANY, gradient=jaxmem.Sample(VOCAB - 1), std=0.1, softcap=False
+    )
+    p = problem(setting)
+    p["bias"] = np.where(np.arange(ANY.columns) % 4, -30, 0).astype(np.float32)
+    check(name, setting, p=p)
+
+
 def test_every_two_levels_meet_in_a_case():
     settings, met = [*crossing.cover(FUNCTIONS)], set()
     for name, setting in settings:

@@ -18,7 +18,7 @@ from tests.helpers import functions
 from tests.helpers.functions import FUNCTIONS, OF_TOKENS, PADDING, HeadFunction
 from tests.helpers.tolerance import EPSILON, STATS_EPSILON
 
-SAMPLE = jaxmem.Sample(6)
+SAMPLE = jaxmem.Sample(6)  # whose gradients are random
 EPSILONS = EPSILON | {"float64": 1e-13}
 
 
@@ -176,7 +176,7 @@ def run(module, name, setting, trained, p):
             options |= {"chunk": setting.chunk} if "chunk" in vars(setting) else {}
             if setting.gradient not in (None, "frozen"):
                 options["gradient"] = setting.gradient
-            if setting.gradient == SAMPLE:
+            if isinstance(setting.gradient, jaxmem.Sample):
                 options["key"] = functions.KEY
         result = function.call(module, q, head, options)
         return functions.weighted_sum(result, p["used"]), result
