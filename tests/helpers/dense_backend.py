@@ -101,7 +101,7 @@ class DenseLoops:
         return backend_operands.cotangent(spec, sums, source)
 
     @staticmethod
-    def one_pass(spec, source, rows, of_chunk, initial):
+    def one_pass(spec, source, rows, of_chunk, initial, names):
         row_ids = active_first(rows.active)
         z, labels = logits_of(spec, source, rows, row_ids), take(rows.labels, row_ids)
         stats, _ = row_stats.of_tile(z, labels)

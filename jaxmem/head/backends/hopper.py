@@ -135,7 +135,7 @@ def backward(
 
 
 def one_pass(
-    spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial
+    spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial, names
 ) -> tuple[Any, Factors]:
     """See `xla.one_pass`: the forward kernel stores exponentials, products follow."""
     from jaxmem.head.kernels.forward import statistics_and_exps
@@ -148,12 +148,14 @@ def one_pass(
 
     def body(block, carry):
         all_values, sums = carry
-        stats, kept = statistics_and_exps(env, *inputs(spec, padded, rows, block))
+        operands = inputs(spec, padded, rows, block)
+        reference = _reference(spec, padded, operands, names)
+        stats, kept = statistics_and_exps(env, *operands, reference=reference)
         stats = vocab_shards.vary(stats, spec.part_varying)
         outputs = backend_operands.merged(spec, rows, block.ids, stats)
         losses, g = of_chunk(block.ids, outputs)
         values = OutputsAndCotangents(outputs, g)
-        sums = _add_kept(loop, rows, block, kept, values, sums)
+        sums = _add_kept(loop, rows, block, (kept, reference), values, sums)
         return active.put(all_values, block, losses), sums
 
     carry = vocab_shards.vary(initial, spec.varying), _zero_sums(loop, source)
@@ -198,22 +200,55 @@ def inputs(spec: Spec, padded: Factors, rows: TokenRows, block) -> tuple:
     return hidden, padded.W, labels, block.n_active[None], padded.bias, temperature
 
 
-def _add_kept(loop, rows, block, kept, values, sums):
+def _reference(spec: Spec, padded: Factors, operands, names):
+    """Logits, in base 2, that all exponentials of the rows are to be relative to.
+
+    None where the derivative by rows is no multiple of the exponentials, or where the
+    label's logit is not among the columns here.
+    """
+    from jaxmem.head.kernels import kept
+
+    whole_tiles = spec.vocab_size == spec.all_columns == spec.columns
+    of_normalisers = set(names) <= {"logprob", "logsumexp"}
+    plain = padded.bias is None and spec.softcap is None and not spec.shards
+    if not (whole_tiles and of_normalisers and plain):
+        return None
+    if spec.compute_dtype != jnp.bfloat16:  # float16 has not its range
+        return None
+    hidden, W, labels, *_, inverse_temperature = operands
+    column = jnp.where(labels < 0, spec.columns, labels)
+    axis = 0 if spec.layout == "vd" else 1
+    of_label = jnp.take(W, column, axis, mode="fill", fill_value=0)
+    axes = "nd,nd->n" if spec.layout == "vd" else "nd,dn->n"
+    logit = jnp.einsum(axes, hidden, of_label, preferred_element_type=jnp.float32)
+    if inverse_temperature is not None:
+        logit = logit * inverse_temperature
+    return kept.reference_of(logit)
+
+
+def _add_kept(loop, rows, block, exponentials, values, sums):
     """`sums` with the contribution of the rows whose exponentials are stored.
 
     `values` are those of the block's rows; the exponentials are overwritten.
     """
     from jaxmem.head.kernels import products
-    from jaxmem.head.kernels.kept import derivative
+    from jaxmem.head.kernels.kept import by_rows, derivative
 
-    labels = backend_operands.part_labels(loop.spec, rows, block.ids)
-    dz = derivative(
-        loop.env, kept, block.n_active, labels, values.outputs,
+    kept, reference = exponentials
+    operands = (
+        block.n_active,
+        backend_operands.part_labels(loop.spec, rows, block.ids),
+        values.outputs,
         row_stats.coefficients(values.outputs, values.cotangents),
         _inverse_temperature(rows, block.ids),
-    )  # fmt: skip
-    h = _padded_hidden(loop.padded, block.ids)
-    part = products.ProductRows(h, lambda part, width: dz, block.n_active)
+    )
+    h, factors = _padded_hidden(loop.padded, block.ids), None
+    if reference is None:
+        dz = derivative(loop.env, kept, *operands)
+    else:
+        factors, dz = by_rows(loop.env, kept, reference, *operands)
+        h = (h * factors[:, None]).astype(h.dtype)
+    part = products.ProductRows(h, lambda part, width: dz, block.n_active, factors)
     return _add_gradients(loop, loop.env.n_tiles, [part], block, sums)
 
 
@@ -298,9 +333,18 @@ def _add_gradients(loop, n_tiles, parts, block, sums):
         loop.padded,
         loop.single_block,
     )
-    make_sums = functools.partial(
-        products.into_hidden, env, n_tiles, n_clusters(), sums.hidden.dtype
-    )
+    depth, dtype = sums.hidden.shape[1], sums.hidden.dtype
+
+    def make_sums(part):
+        unscaled = dtype if part.factors is None else jnp.float32
+        return products.into_hidden(env, n_tiles, n_clusters(), unscaled, part.hidden)
+
+    def finish_sums(total, part):
+        dh = products.sum_parts(total, len(part.hidden))[:, :depth]
+        if part.factors is not None:
+            dh = dh * part.factors[:, None]
+        return dh.astype(dtype)
+
     shares_hidden = spec.shards and spec.shards.same_hidden and spec.shards.count > 1
     is_one_part = len(parts) == 1
     overlap_all_reduce = (
@@ -309,7 +353,7 @@ def _add_gradients(loop, n_tiles, parts, block, sums):
         and bool(shares_hidden)
         and products.has_room(env, n_tiles)
     )
-    hidden = tuple(make_sums(part.hidden) for part in parts)
+    hidden = tuple(map(make_sums, parts))
     blocks = products.VocabBlocks(
         env, n_tiles, single_block, tiles_of("to_hidden", spec, padded),
         tiles_of("to_W", spec, padded),
@@ -317,11 +361,7 @@ def _add_gradients(loop, n_tiles, parts, block, sums):
     gradients = products.gradients(
         blocks, padded.W, parts, sums._replace(hidden=hidden), overlap_all_reduce
     )
-    depth = sums.hidden.shape[1]
-    dhs = [
-        products.sum_parts(x, len(part.hidden))[:, :depth].astype(sums.hidden.dtype)
-        for x, part in zip(gradients.hidden, parts, strict=True)
-    ]
+    dhs = list(map(finish_sums, gradients.hidden, parts))
     dh = dhs[0] if is_one_part else jnp.concatenate(dhs)
     if not single_block:
         return gradients._replace(

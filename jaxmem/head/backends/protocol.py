@@ -46,12 +46,13 @@ class Loops(Protocol):
         ...
 
     def one_pass(
-        self, spec: Spec, source: Any, rows: TokenRows, of_chunk: OfChunk, initial: Any
-    ) -> tuple[Any, Factors]:
+        self, spec: Spec, source: Any, rows: TokenRows, of_chunk: OfChunk, initial: Any,
+        names: Sequence[str],
+    ) -> tuple[Any, Factors]:  # fmt: skip
         """`backward`, with cotangents computed by `of_chunk` from each chunk's outputs.
 
-        The result is `initial`, the values of inactive rows, with of_chunk's for active
-        ones, and the cotangent of the source.
+        They are those of the named outputs. The result is `initial`, the values of
+        inactive rows, with of_chunk's for active ones, and the cotangent of the source.
         """
         ...
 

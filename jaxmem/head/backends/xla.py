@@ -98,7 +98,7 @@ def _by_logits(spec, source, rows, saved, cotangents):
 
 
 def one_pass(
-    spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial
+    spec: Spec, source: Factors, rows: TokenRows, of_chunk: OfChunk, initial, names
 ) -> tuple[Any, Factors]:
     """See `Loops.one_pass`; sums over tokens stay in the statistics' dtype."""
     head = _align_columns(spec, source.cast(spec))

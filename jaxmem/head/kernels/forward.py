@@ -31,9 +31,9 @@ _AT_ONCE = 8  # groups merged per pass: few passes, and short code
 class Kept(NamedTuple):
     """Exponentials in 16 bits: e^(z - m), m the largest logit of the row's tile.
 
-    Inactive rows are undefined. bfloat16 has float32's range, so that no exponential
-    underflows by the conversion; float16 loses those below 6e-8. A label's exponential
-    is stored as 0.
+    With a reference, m is the larger of both. Inactive rows are undefined. bfloat16 has
+    float32's range, so that no exponential underflows by the conversion; float16 loses
+    those below 6e-8. A label's exponential is stored as 0.
     """
 
     exps: jax.Array  # [n_rows, columns of W], in 16 bits
@@ -53,10 +53,17 @@ def statistics(env: Env, *operands, **options) -> Stats:
 
 
 def statistics_and_exps(
-    env: Env, *operands, tile_sums: bool = False
+    env: Env, *operands, tile_sums: bool = False, reference=None
 ) -> tuple[Stats, Kept]:
-    """`statistics`, bitwise equal, and the exponentials that they are sums of."""
-    partial, *kept = _launch_kernel(env, _name_operands(env, *operands), tile_sums)
+    """`statistics`, bitwise equal, and the exponentials that they are sums of.
+
+    A reference is a logit of each row in base 2, float32 [n_rows]; tile_sums are for
+    exponentials without one.
+    """
+    named = _name_operands(env, *operands)
+    if reference is not None:
+        named["reference"] = reference
+    partial, *kept = _launch_kernel(env, named, tile_sums)
     return _merge_groups(partial), Kept(*kept)
 
 
@@ -163,6 +170,7 @@ def _kernel(env, names, *refs):
         buffers=Ring.scratch(env.product),
         labels_smem=plgpu.SMEM(rows, jnp.int32),
         temperature_smem=plgpu.SMEM(rows, jnp.float32),
+        reference_smem=plgpu.SMEM(rows, jnp.float32),
         bias_smem=plgpu.SMEM((N_COMPUTE, t.columns), jnp.float32),
         out_smem=plgpu.SMEM((N_COMPUTE, N_STATS, t.rows), jnp.float32),
         loaded=plgpu.Barrier(num_barriers=N_COMPUTE),
@@ -197,6 +205,8 @@ def _process_unit(scope, tile, n_tiles, step):
     fetch = functools.partial(logits.fetch, smem["loaded"])
     labels = fetch(gmem["labels"].at[rows], smem["labels_smem"])
     inverse_temperature = _inverse_temperature(env, gmem, smem, rows)
+    if "reference" in gmem:
+        fetch(gmem["reference"].at[rows], smem["reference_smem"])
     h_scale = int8_factors.load_rows(rows, gmem, smem) if env.in_8_bits else None
 
     def process_tile(i, carry):
@@ -222,12 +232,14 @@ def _process_unit(scope, tile, n_tiles, step):
                 z = int8_factors.scaled(env, z, h_scale, smem)
             z = logits.scale(env, z, bias, inverse_temperature)
             to_base_2 = logits.to_base_2(env, bias)
-            stats = _reduce_tile(
+            reference = smem["reference_smem"][...] if "reference" in gmem else None
+            stats, kept_max = _reduce_tile(
                 env, z, to_base_2, column_tile, labels, marked,
-                keep if t.stored else None,
+                keep if t.stored else None, reference,
             )  # fmt: skip
             if t.stored:
-                _keep_numbers(column_tile, rows, gmem, smem, stats)
+                numbers = {"max": kept_max, "sums": stats.sum_others}
+                _keep_numbers(column_tile, rows, gmem, smem, numbers)
             return tuple(row_stats.merge(group_stats, stats))
 
         stats = ring.multiply(env.product, scope.extent, scope.ring, step, fold)
@@ -260,14 +272,13 @@ def _inverse_temperature(env, gmem, smem, rows):
     return logits.along(inverse, (env.tiles.rows, env.tiles.columns))
 
 
-def _keep_numbers(tile, rows, gmem, smem, stats):
-    """Stores a tile's largest logits and, if requested, its sums.
+def _keep_numbers(tile, rows, gmem, smem, numbers):
+    """Stores what a tile's exponentials are relative to and, if requested, its sums.
 
     The buffer is free: the previous tile's copy is complete, because later stores
     waited for it. Stores complete in order, and there are no more buffers than a tile
     has parts.
     """
-    numbers = {"max": stats.max, "sums": stats.sum_others}
     numbers = {k: x for k, x in numbers.items() if k in gmem}
     for name, x in numbers.items():
         smem[f"{name}_smem"][...] = x
@@ -276,8 +287,8 @@ def _keep_numbers(tile, rows, gmem, smem, stats):
         plgpu.copy_smem_to_gmem(smem[f"{name}_smem"], gmem[name].at[tile, rows])
 
 
-def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep):
-    """`row_stats.of_tile`, in few registers and instructions.
+def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep, reference):
+    """`row_stats.of_tile`, in few registers and instructions, and `Kept.max`.
 
     Few tiles have a label or a mask. Both leave the tile before anything else is
     computed, so that all tiles share the code that follows, and its registers.
@@ -306,26 +317,33 @@ def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep):
     label = jnp.max(label, axis=1)
     if env.in_8_bits:  # exact elsewhere
         label = jnp.full_like(label, MASK_VALUE)
-    return Stats(*_sum_parts(z, label, to_base_2, keep, env.in_8_bits))
+    return _sum_parts(z, label, to_base_2, keep, env.in_8_bits, reference)
 
 
-def _sum_parts(parts, label, to_base_2, keep=None, rounded=False):
+def _sum_parts(parts, label, to_base_2, keep=None, rounded=False, reference=None):
     """`Stats` over columns in parts of one width, and a label that is in none of them.
 
-    Calls keep(i, exponentials). If rounded, the sums are of these in bfloat16.
+    Calls keep(i, exponentials), and returns the logit that these are relative to, too.
+    If rounded, the sums are of exponentials in bfloat16.
     """
     narrow = (parts[0].shape[0], _WIDTH)
     largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
     for z in parts:
         largest = _reduce_columns(jnp.maximum, largest, z)
     row_max = jnp.maximum(jnp.max(largest, axis=1), label) * to_base_2
+    kept_max, kept_scale = row_max, None
+    if reference is not None:
+        kept_max = jnp.maximum(row_max, reference)
+        kept_scale = jnp.exp2(row_max - kept_max)
     sums = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
         shifted = z * to_base_2 - logits.along(row_max, z.shape)
         exps = jnp.exp2(shifted)
         if rounded:
             exps = exps.astype(jnp.bfloat16).astype(jnp.float32)
-        if keep is not None:
+        if kept_scale is not None:
+            keep(i, exps * logits.along(kept_scale, exps.shape))
+        elif keep is not None:
             keep(i, exps)
         terms = exps, exps * shifted, exps * exps
         pairs = zip(sums, terms, strict=True)
@@ -338,10 +356,11 @@ def _sum_parts(parts, label, to_base_2, keep=None, rounded=False):
     sum_squares = sum_squares + label_exp * label_exp
     # Rounded before the subtraction: a fused multiply-subtract would not round the
     # product, and of MASK_VALUE the difference would be 2^76 instead of 0.
-    row_max, label = (
-        jnp.maximum(x * logits.LN_2, MASK_VALUE) for x in (row_max, label)
+    row_max, label, kept_max = (
+        jnp.maximum(x * logits.LN_2, MASK_VALUE) for x in (row_max, label, kept_max)
     )
-    return row_max, sum_others, sum_shifted * logits.LN_2, sum_squares, label
+    sum_shifted = sum_shifted * logits.LN_2
+    return Stats(row_max, sum_others, sum_shifted, sum_squares, label), kept_max
 
 
 def _reduce_columns(op, narrow, part):

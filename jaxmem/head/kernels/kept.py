@@ -1,5 +1,9 @@
 """Derivative of logits from their kept exponentials, in place, without a product.
 
+Where all exponentials of a row are relative to one logit, and the loss depends on log-
+probabilities or normalisers only, they are the derivative except for a factor of the
+row and the label's column: then the exponentials are not read at all (`by_rows`).
+
 Each block processes tiles in turn: a tile and its row data are loaded into an SMEM
 buffer, overwritten by derivatives and stored back, while the next tiles are loaded.
 ln p is the logarithm of an exponential kept to 8 bits, which a derivative in 16 bits
@@ -24,22 +28,69 @@ from jaxmem.head.maths.row_stats import Coefficients, Outputs
 _BUFFERS = 3  # per block: one being loaded, one computed, one stored
 _BLOCKS = 2  # per SM: as many as shared memory holds
 _TINY = 1.2e-38  # the smallest normal float32; p counts as 0 there
+# Of a reference above the label's logit, in base 2: exponentials reach from the largest
+# logits, up to 44 nats above the label's, to those 2^-62 of the label's.
+_HEADROOM = 64
+_LARGEST = 2.0**100  # of a label's derivative in units of its row's factor
+
+
+def reference_of(label_logit: jax.Array) -> jax.Array:
+    """The reference, in base 2, that suits rows with this logit of their label."""
+    return label_logit * logits.LOG2_E + _HEADROOM
+
+
+class ByRows(NamedTuple):
+    """dloss/d(h Wᵀ) as factors of rows and a matrix in 16 bits."""
+
+    factors: jax.Array  # float32 [n_rows]; 0 or 1 for inactive rows
+    dz: jax.Array  # [n_rows, columns], undefined where `derivative` is
+
+
+def by_rows(
+    env: Env, kept: Kept, reference, n_active, labels, rows: Outputs, c: Coefficients,
+    inverse_temperature=None,
+) -> ByRows:  # fmt: skip
+    """`derivative` of log-probabilities and normalisers, from exps with a reference.
+
+    The exponentials are used as they are if every active row's logits fit its
+    reference; otherwise they are overwritten by derivatives, and the factors are 1.
+    """
+    numbers = dlogits.fold(rows, c, inverse_temperature, env.softcap)
+    above = reference - numbers["max"]
+    factors = numbers["slope"] * jnp.exp2(above)
+    at_label = numbers["at_label"]
+    at_label = jnp.where(at_label == 0, 0, at_label / factors)
+    fits = (above >= 0) & (above <= _HEADROOM + 1) & (jnp.abs(at_label) < _LARGEST)
+    is_active = jnp.arange(env.n_rows) < n_active
+    fits = (n_active > 0) & jnp.all(fits | ~is_active)
+    dz = derivative(
+        env, kept, n_active, labels, rows, c, inverse_temperature, skip=fits
+    )
+    # Not by the kernel, which would read whole tiles.
+    column = jnp.where(is_active & fits & (labels >= 0), labels, dz.shape[1])
+    at_label = jnp.where(is_active, at_label, 0).astype(dz.dtype)
+    dz = dz.at[jnp.arange(env.n_rows), column].set(
+        at_label, mode="drop", unique_indices=True
+    )
+    return ByRows(jnp.where(fits, jnp.where(is_active, factors, 0), 1), dz)
 
 
 def derivative(
     env: Env, kept: Kept, n_active, labels, rows: Outputs, c: Coefficients,
-    inverse_temperature=None,
+    inverse_temperature=None, skip=False,
 ) -> jax.Array:  # fmt: skip
     """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the buffer of kept.exps.
 
     0 where masked, and in inactive rows of a tile with active ones; other rows are
-    undefined. env is that of the launch that kept them.
+    undefined. env is that of the launch that kept them. If `skip`, a boolean of the
+    device, is true, the result is kept.exps.
     """
     row_numbers = dlogits.fold(rows, c, inverse_temperature, env.softcap)
     if env.softcap is not None:
         row_numbers["row_max"] = rows.max
     # Without an active row, products still read one tile of rows.
     n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
+    n_tiles = jnp.where(skip, 0, n_tiles)
     operands = dict(
         scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
         rows=jnp.stack(tuple(row_numbers.values())),

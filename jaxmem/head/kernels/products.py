@@ -108,6 +108,9 @@ class ProductRows(NamedTuple):
     hidden: jax.Array  # [R, D]
     derivative: Callable[..., jax.Array]  # (part, width) -> dz, as in `dlogits`
     n_rows: Any  # int32, number of active rows
+    # float32 [R], by which hidden is multiplied already, and hidden's gradient is to be
+    # multiplied; None for 1.
+    factors: Any = None
 
 
 class VocabBlocks(NamedTuple):

@@ -113,7 +113,7 @@ class StatisticsRule(BackendRule):
 
         zeros = {name: jnp.zeros(n_rows, spec.stats_dtype)}
         results, dsource = self.backend.loops.one_pass(
-            spec, source, rows, of_chunk, zeros
+            spec, source, rows, of_chunk, zeros, (name,)
         )
         return results, dsource.hidden
 
@@ -270,7 +270,9 @@ class LossRule(BackendRule):
             return values, jax.tree.map(lambda x: x / count, g)
 
         zeros = traced_loss.nothing(self.loss, spec, operands, n_rows, pull=True)
-        return self.backend.loops.one_pass(spec, source, rows, of_chunk, zeros)
+        return self.backend.loops.one_pass(
+            spec, source, rows, of_chunk, zeros, self.loss.fields
+        )
 
     def _two_passes(self, spec, source, rows, operands, count):
         """`one_pass` by blocks or groups of columns, which recomputes the logits.
