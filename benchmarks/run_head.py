@@ -29,6 +29,7 @@ PATHS = [
     "token_stats chunk=4096",
     "token_stats where=half",
     "token_loss",
+    "cross_entropy",
     "token_stats implementation=xla",
     "logprobs",
 ]
@@ -59,18 +60,22 @@ def logprobs(h, W, y, **options):
     return {"logprob": jaxmem.logprobs(h, W, y, **options)}
 
 
-def token_loss(h, W, y, g=None, **options):
+def token_loss(h, W, y, g=None, names=("logprob", "entropy"), **options):
     """A loss known inside: log-probability and entropy, weighted by g."""
 
     def weighted(stats, *weights):
-        made = {"logprob": stats.logprob, "entropy": stats.entropy}
+        made = {name: getattr(stats, name) for name in names}
         total = sum(w * x for w, x in zip(weights, made.values(), strict=True))
         return total, made
 
-    weights = (g["logprob"], g["entropy"]) if g else (jnp.ones(len(y)),) * 2
+    weights = [g[name] if g else jnp.ones(len(y)) for name in names]
     return jaxmem.token_loss(weighted, h, W, y, *weights, normalizer=1, **options)
 
 
+LOSSES = {
+    "token_loss": token_loss,
+    "cross_entropy": functools.partial(token_loss, names=("logprob",)),
+}
 VERBS = {
     f.__name__: f for f in (materialised, materialised_stats, token_stats, logprobs)
 }
@@ -93,14 +98,14 @@ def call_of(path: str) -> on_jax.Call:
         return {"where": jnp.arange(len(y)) % 2 == 0} if half else {}
 
     def call(h, W, y):
-        if verb == "token_loss":
-            return token_loss(h, W, y, **options, **masked(y))[1]
+        if verb in LOSSES:
+            return LOSSES[verb](h, W, y, **options, **masked(y))[1]
         return VERBS[verb](h, W, y, **options, **masked(y))
 
     def total(h, W, y, g):
-        return token_loss(h, W, y, g, **options, **masked(y))
+        return LOSSES[verb](h, W, y, g, **options, **masked(y))
 
-    if verb == "token_loss":
+    if verb in LOSSES:
         call.total = total
     return call
 
@@ -166,7 +171,7 @@ def main(arguments=None):
     args = parser().parse_args(arguments)
     args.path = args.path or PATHS
     for path in args.path:
-        if path.split()[0] not in (*VERBS, "token_loss"):
+        if path.split()[0] not in (*VERBS, *LOSSES):
             sys.exit(f"--path must be of {', '.join([*VERBS, 'token_loss'])}: {path!r}")
     args.shapes = workers.shapes_of(args)
     work(args) if args.worker else drive(args)
