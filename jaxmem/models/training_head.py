@@ -48,7 +48,7 @@ class HeadConfig:
         int | Literal["auto"] | None,
         _CHUNK,
         "fused only: maximum number of tokens whose logits exist at the same time. "
-        '"auto": 1,024, or up to a quarter of the tokens if the width is below 4,096, '
+        '"auto": 1,024, or up to an eighth of the tokens if the width is below 4,096, '
         "and no more than 1 GiB of float32 logits. None: no chunking",
     ] = "auto"
     gradient: Annotated[

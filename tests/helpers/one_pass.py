@@ -59,6 +59,48 @@ def check_one_pass(case, dtype="bfloat16", where=None, and_none=True, **options)
         jax.tree.map(close, got, want)
 
 
+# A loss of log-probabilities and normalisers, whose derivative is by rows a multiple of
+# the exponentials; logits that are far above the label's, a derivative that the label
+# has alone, and a second block of rows without an active one, where that does not hold.
+BY_ROWS = {
+    "fitting": {"case": Case(100, 33, 300, std=2.0, chunk=48)},
+    "far above": {"case": Case(100, 33, 300, std=60.0, chunk=48)},
+    "label alone": {"case": Case(100, 33, 300, std=2.0, chunk=48), "of_label": 1.0},
+    "nothing in a block": {"case": Case(600, 16, 300, std=2.0, chunk=32), "first": 200},
+}
+
+
+def check_by_rows(case, of_label=0.0, first=None):
+    """Loss and gradients of log-probabilities, with temperatures; some are masked."""
+    h, W, y = case.make()
+    y = np.where(np.arange(len(y)) % 7 == 3, -100, y % case.v)
+    y = np.where(np.arange(len(y)) < (first or len(y)), y, -100)
+    h, W = (jnp.asarray(x, "bfloat16") for x in (h, W))
+    weight = np.linspace(-1, 1, len(y), dtype=np.float32)
+    weight[:3] = 0
+    temperature = np.linspace(0.5, 2, len(y), dtype=np.float32)
+
+    def loss_fn(stats, weight):
+        of_normaliser = of_label * stats.logsumexp + (1 - of_label) * 0.01 * (
+            stats.logsumexp**2
+        )
+        return -weight * stats.logprob - weight * of_normaliser
+
+    def run(h, W, implementation):
+        def loss(h, W):
+            return described(jaxmem.token_loss)(
+                loss_fn, h, W, y, weight, chunk=case.chunk, temperature=temperature,
+                implementation=implementation,
+            )[0]  # fmt: skip
+
+        return jax.value_and_grad(loss, (0, 1))(h, W)
+
+    run = jax.jit(run, static_argnums=2)
+    got = run(h, W, "hopper")
+    want = run(*(x.astype(jnp.float32) for x in (h, W)), "xla")
+    jax.tree.map(close, got, want)
+
+
 def _of_every_statistic(stats, weight):
     """Its derivative by each statistic is not 0, and by one no constant."""
     loss = -weight * stats.logprob - 0.3 * stats.entropy + 0.2 * stats.sum_pi_squared

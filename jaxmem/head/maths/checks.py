@@ -205,7 +205,7 @@ def check_chunk(
 def auto_chunk(tokens: int, columns: int, depth: int | None) -> int:
     """Tokens per chunk that `chunk="auto"` stands for.
 
-        min(max(1024, min(2^22 / depth, tokens / 4)), 2^30 / (4 · columns))
+        min(max(1024, min(2^22 / depth, tokens / 8)), 2^30 / (4 · columns))
 
     rounded down to whole `_ROWS`. The columns are the values of a token that exist at
     once, and `depth` is the number of products of each. Without products, only the
@@ -213,7 +213,7 @@ def auto_chunk(tokens: int, columns: int, depth: int | None) -> int:
     """
     size = AUTO_CHUNK_BYTES // (4 * columns)
     if depth is not None:
-        share = tokens // 4 if _is_integer(tokens) else size
+        share = tokens // 8 if _is_integer(tokens) else size
         size = min(size, max(_AUTO_TOKENS, min(_AUTO_PRODUCTS // depth, share)))
     return max(size // _ROWS * _ROWS, 1)
 

@@ -43,7 +43,7 @@ def logprobs(
             `jaxmem.Head`, which also has a bias, softcap, vocab_size or layout.
         labels: token ids [...], any integer dtype. Negative marks padding.
         chunk: tokens whose logits may exist at once; None for all of them; "auto"
-            for 1,024, or 2^22 / D up to a quarter of the tokens if that is more, but
+            for 1,024, or 2^22 / D up to an eighth of the tokens if that is more, but
             for no more than 1 GiB of float32 logits.
         where: booleans that broadcast to labels; False masks a token, which costs
             nothing.

@@ -26,7 +26,13 @@ from tests.helpers.hopper import (
     traced_in_parts,
 )
 from tests.helpers.interpreter import needs_pallas
-from tests.helpers.one_pass import ONE_PASS, check_one_pass, close
+from tests.helpers.one_pass import (
+    BY_ROWS,
+    ONE_PASS,
+    check_by_rows,
+    check_one_pass,
+    close,
+)
 from tests.helpers.token_stats import check
 
 pytestmark = pytest.mark.usefixtures("on_one_device")
@@ -112,6 +118,27 @@ def test_token_loss_of_every_statistic(name, splits, interpreted, monkeypatch):
     if splits:
         monkeypatch.setattr(block_sizes, "hidden_splits", lambda *_: splits)
     check_one_pass(**ONE_PASS[name], and_none=bool(splits))
+
+
+@needs_pallas
+@pytest.mark.parametrize("name, by_rows", [
+    ("fitting", {True}), full("far above", {False}), full("label alone", {False}),
+    full("nothing in a block", {True, False}),
+])  # fmt: skip
+def test_token_loss_by_rows(name, by_rows, interpreted, monkeypatch):
+    """Exponentials are the derivative themselves only where they fit the reference."""
+    from jaxmem.head.kernels import kept
+
+    seen, original = set(), kept.derivative
+
+    def listen(*operands, skip):
+        jax.debug.callback(lambda skip: seen.add(bool(skip)), skip)
+        return original(*operands, skip=skip)
+
+    monkeypatch.setattr(kept, "derivative", listen)
+    check_by_rows(**BY_ROWS[name])
+    jax.effects_barrier()
+    assert seen == by_rows
 
 
 @pytest.mark.slow

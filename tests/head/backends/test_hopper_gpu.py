@@ -11,7 +11,7 @@ import jaxmem
 from tests.helpers.cases import CASES, Case
 from tests.helpers.described import described
 from tests.helpers.hopper import UNROLLED, check_entropy_alone, close
-from tests.helpers.one_pass import ONE_PASS, check_one_pass
+from tests.helpers.one_pass import BY_ROWS, ONE_PASS, check_by_rows, check_one_pass
 from tests.helpers.token_stats import FLOATS, OPTIONS, check, cotangents
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +63,11 @@ def test_real_shapes(name):
 
 def test_entropy_alone_has_gradients():
     check_entropy_alone(*Case(300, 1000, 5001, std=3.0).make())
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_token_loss_by_rows(name):
+    check_by_rows(**BY_ROWS[name])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

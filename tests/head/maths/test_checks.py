@@ -104,8 +104,8 @@ def test_spellings_of_the_defaults(verb, change):
     [
         (8192, 4096, 151936, 1024),
         (8192, 7168, 129280, 1024),
-        (16384, 576, 49152, 4096),  # a quarter of the tokens
-        (32768, 576, 49152, 5456),  # 1 GiB
+        (16384, 576, 49152, 2048),  # an eighth of the tokens
+        (65536, 576, 49152, 5456),  # 1 GiB
         (131072, 576, 32000, 7280),  # 2^22 / 576
         (16384, 1024, 151936, 1760),  # 1 GiB
         (16384, 640, 262144, 1024),
@@ -128,7 +128,7 @@ def test_auto_chunk_of_calls():
             jax.eval_shape(run, *structs, labels)
         return calls.calls[0].chunk
 
-    assert chunk_of(jaxmem.logprobs, (2, 8192, 512), (1024, 512)) == 4096
+    assert chunk_of(jaxmem.logprobs, (2, 8192, 512), (1024, 512)) == 2048
     assert chunk_of(jaxmem.logprobs_from_logits, (2, 8192, 1024)) == 16384
     hidden, W = np.ones((16384, 512), "f4"), np.ones((65536, 512), "f4")
     teacher = jaxmem.Teacher(np.ones((16384, 8), "f4"), np.ones((65536, 8), "f4"))
