@@ -155,7 +155,7 @@ def one_pass(
         outputs = backend_operands.merged(spec, rows, block.ids, stats)
         losses, g = of_chunk(block.ids, outputs)
         values = OutputsAndCotangents(outputs, g)
-        sums = _add_kept(loop, rows, block, (kept, reference), values, sums)
+        sums = _add_kept(loop, rows, block, kept, values, sums)
         return active.put(all_values, block, losses), sums
 
     carry = vocab_shards.vary(initial, spec.varying), _zero_sums(loop, source)
@@ -226,16 +226,15 @@ def _reference(spec: Spec, padded: Factors, operands, names):
     return kept.reference_of(logit)
 
 
-def _add_kept(loop, rows, block, exponentials, values, sums):
+def _add_kept(loop, rows, block, kept, values, sums):
     """`sums` with the contribution of the rows whose exponentials are stored.
 
     `values` are those of the block's rows; the exponentials are overwritten.
     """
     from jaxmem.head.kernels import products
-    from jaxmem.head.kernels.kept import by_rows, derivative
+    from jaxmem.head.kernels.kept import LossRows, by_rows, derivative
 
-    kept, reference = exponentials
-    operands = (
+    of_rows = LossRows(
         block.n_active,
         backend_operands.part_labels(loop.spec, rows, block.ids),
         values.outputs,
@@ -243,10 +242,10 @@ def _add_kept(loop, rows, block, exponentials, values, sums):
         _inverse_temperature(rows, block.ids),
     )
     h, factors = _padded_hidden(loop.padded, block.ids), None
-    if reference is None:
-        dz = derivative(loop.env, kept, *operands)
+    if kept.reference is None:
+        dz = derivative(loop.env, kept, of_rows)
     else:
-        factors, dz = by_rows(loop.env, kept, reference, *operands)
+        factors, dz = by_rows(loop.env, kept, of_rows)
         h = (h * factors[:, None]).astype(h.dtype)
     part = products.ProductRows(h, lambda part, width: dz, block.n_active, factors)
     return _add_gradients(loop, loop.env.n_tiles, [part], block, sums)

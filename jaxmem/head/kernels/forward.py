@@ -7,6 +7,7 @@ logits, the epilogue stores their exponentials in 16 bits.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class Kept(NamedTuple):
     # Sums of a tile's exponentials except the label's, before they are rounded to 16
     # bits; float32 [n_tiles, n_rows], or None if not requested.
     sums: Any = None
+    reference: Any = None  # in base 2, float32 [n_rows], or None without one
 
 
 def statistics(env: Env, *operands, **options) -> Stats:
@@ -64,7 +66,7 @@ def statistics_and_exps(
     if reference is not None:
         named["reference"] = reference
     partial, *kept = _launch_kernel(env, named, tile_sums)
-    return _merge_groups(partial), Kept(*kept)
+    return _merge_groups(partial), Kept(*kept, reference=reference)
 
 
 def others_and_exps(
@@ -195,6 +197,13 @@ class _UnitScope(NamedTuple):
     ring: Ring
 
 
+class _Keeping(NamedTuple):
+    """The store of a tile's exponentials."""
+
+    store: Callable[[int, Any], None]  # of the i-th part
+    reference: Any  # float32 [rows], in base 2; None for the tile's largest logit
+
+
 def _process_unit(scope, tile, n_tiles, step):
     """Writes the statistics of this warpgroup's rows over one group of tiles."""
     env, gmem = scope.env, scope.gmem
@@ -235,7 +244,7 @@ def _process_unit(scope, tile, n_tiles, step):
             reference = smem["reference_smem"][...] if "reference" in gmem else None
             stats, kept_max = _reduce_tile(
                 env, z, to_base_2, column_tile, labels, marked,
-                keep if t.stored else None, reference,
+                _Keeping(keep, reference) if t.stored else None,
             )  # fmt: skip
             if t.stored:
                 numbers = {"max": kept_max, "sums": stats.sum_others}
@@ -287,7 +296,7 @@ def _keep_numbers(tile, rows, gmem, smem, numbers):
         plgpu.copy_smem_to_gmem(smem[f"{name}_smem"], gmem[name].at[tile, rows])
 
 
-def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep, reference):
+def _reduce_tile(env, z, to_base_2, tile, labels, marked, keeping):
     """`row_stats.of_tile`, in few registers and instructions, and `Kept.max`.
 
     Few tiles have a label or a mask. Both leave the tile before anything else is
@@ -317,14 +326,14 @@ def _reduce_tile(env, z, to_base_2, tile, labels, marked, keep, reference):
     label = jnp.max(label, axis=1)
     if env.in_8_bits:  # exact elsewhere
         label = jnp.full_like(label, MASK_VALUE)
-    return _sum_parts(z, label, to_base_2, keep, env.in_8_bits, reference)
+    return _sum_parts(z, label, to_base_2, keeping, env.in_8_bits)
 
 
-def _sum_parts(parts, label, to_base_2, keep=None, rounded=False, reference=None):
+def _sum_parts(parts, label, to_base_2, keeping=None, rounded=False):
     """`Stats` over columns in parts of one width, and a label that is in none of them.
 
-    Calls keep(i, exponentials), and returns the logit that these are relative to, too.
-    If rounded, the sums are of exponentials in bfloat16.
+    Returns the logit that stored exponentials are relative to, too. If rounded, the
+    sums are of exponentials in bfloat16.
     """
     narrow = (parts[0].shape[0], _WIDTH)
     largest = jnp.full(narrow, MASK_VALUE, jnp.float32)
@@ -332,8 +341,8 @@ def _sum_parts(parts, label, to_base_2, keep=None, rounded=False, reference=None
         largest = _reduce_columns(jnp.maximum, largest, z)
     row_max = jnp.maximum(jnp.max(largest, axis=1), label) * to_base_2
     kept_max, kept_scale = row_max, None
-    if reference is not None:
-        kept_max = jnp.maximum(row_max, reference)
+    if keeping is not None and keeping.reference is not None:
+        kept_max = jnp.maximum(row_max, keeping.reference)
         kept_scale = jnp.exp2(row_max - kept_max)
     sums = [jnp.zeros(narrow, jnp.float32)] * 3
     for i, z in enumerate(parts):
@@ -341,10 +350,11 @@ def _sum_parts(parts, label, to_base_2, keep=None, rounded=False, reference=None
         exps = jnp.exp2(shifted)
         if rounded:
             exps = exps.astype(jnp.bfloat16).astype(jnp.float32)
-        if kept_scale is not None:
-            keep(i, exps * logits.along(kept_scale, exps.shape))
-        elif keep is not None:
-            keep(i, exps)
+        if keeping is not None:
+            scaled = exps
+            if kept_scale is not None:
+                scaled = exps * logits.along(kept_scale, exps.shape)
+            keeping.store(i, scaled)
         terms = exps, exps * shifted, exps * exps
         pairs = zip(sums, terms, strict=True)
         sums = [_reduce_columns(jnp.add, x, y) for x, y in pairs]

@@ -46,26 +46,36 @@ class ByRows(NamedTuple):
     dz: jax.Array  # [n_rows, columns], undefined where `derivative` is
 
 
-def by_rows(
-    env: Env, kept: Kept, reference, n_active, labels, rows: Outputs, c: Coefficients,
-    inverse_temperature=None,
-) -> ByRows:  # fmt: skip
+class LossRows(NamedTuple):
+    """Facts of the rows whose exponentials are kept."""
+
+    n_active: jax.Array  # int32
+    labels: jax.Array  # int32 [n_rows]
+    outputs: Outputs
+    coefficients: Coefficients
+    inverse_temperature: jax.Array | None  # float32 [n_rows]
+
+    def numbers(self, env: Env) -> dict:
+        """See `dlogits.fold`."""
+        of_rows = self.outputs, self.coefficients, self.inverse_temperature
+        return dlogits.fold(*of_rows, env.softcap)
+
+
+def by_rows(env: Env, kept: Kept, rows: LossRows) -> ByRows:
     """`derivative` of log-probabilities and normalisers, from exps with a reference.
 
     The exponentials are used as they are if every active row's logits fit its
     reference; otherwise they are overwritten by derivatives, and the factors are 1.
     """
-    numbers = dlogits.fold(rows, c, inverse_temperature, env.softcap)
-    above = reference - numbers["max"]
+    numbers, labels = rows.numbers(env), rows.labels
+    above = kept.reference - numbers["max"]
     factors = numbers["slope"] * jnp.exp2(above)
     at_label = numbers["at_label"]
     at_label = jnp.where(at_label == 0, 0, at_label / factors)
     fits = (above >= 0) & (above <= _HEADROOM + 1) & (jnp.abs(at_label) < _LARGEST)
-    is_active = jnp.arange(env.n_rows) < n_active
-    fits = (n_active > 0) & jnp.all(fits | ~is_active)
-    dz = derivative(
-        env, kept, n_active, labels, rows, c, inverse_temperature, skip=fits
-    )
+    is_active = jnp.arange(env.n_rows) < rows.n_active
+    fits = (rows.n_active > 0) & jnp.all(fits | ~is_active)
+    dz = derivative(env, kept, rows, skip=fits)
     # Not by the kernel, which would read whole tiles.
     column = jnp.where(is_active & fits & (labels >= 0), labels, dz.shape[1])
     at_label = jnp.where(is_active, at_label, 0).astype(dz.dtype)
@@ -75,26 +85,23 @@ def by_rows(
     return ByRows(jnp.where(fits, jnp.where(is_active, factors, 0), 1), dz)
 
 
-def derivative(
-    env: Env, kept: Kept, n_active, labels, rows: Outputs, c: Coefficients,
-    inverse_temperature=None, skip=False,
-) -> jax.Array:  # fmt: skip
+def derivative(env: Env, kept: Kept, rows: LossRows, skip: Any = False) -> jax.Array:
     """dloss/d(h Wᵀ), [n_rows, columns] in hidden's type, in the buffer of kept.exps.
 
     0 where masked, and in inactive rows of a tile with active ones; other rows are
     undefined. env is that of the launch that kept them. If `skip`, a boolean of the
     device, is true, the result is kept.exps.
     """
-    row_numbers = dlogits.fold(rows, c, inverse_temperature, env.softcap)
+    row_numbers, n_active = rows.numbers(env), rows.n_active
     if env.softcap is not None:
-        row_numbers["row_max"] = rows.max
+        row_numbers["row_max"] = rows.outputs.max
     # Without an active row, products still read one tile of rows.
     n_tiles = jnp.maximum(ceil_div(n_active, env.tiles.rows), 1) * env.n_tiles
     n_tiles = jnp.where(skip, 0, n_tiles)
     operands = dict(
-        scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=labels,
+        scalars=jnp.stack([n_active, n_tiles]), max=kept.max, labels=rows.labels,
         rows=jnp.stack(tuple(row_numbers.values())),
-        marked=_marked_tiles(env, labels, n_active),
+        marked=_marked_tiles(env, rows.labels, n_active),
     )  # fmt: skip
     names = *operands, "exps"
     kernel = pl.kernel(
