@@ -345,6 +345,8 @@ def describe(annotation: Any) -> str:
         return " or ".join(repr(choice) for choice in choices)
     if annotation is types.NoneType:
         return "None"
+    if origin is tuple and ... not in choices:
+        return f"({', '.join(map(describe, choices))})"
     return (origin or annotation).__name__
 
 

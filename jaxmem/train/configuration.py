@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import tokenize
+import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -294,7 +295,8 @@ def _known_jobs(bindings: Iterable[_Binding]) -> Jobs:
 def _describe_wrong_type(key: str, annotation: Any, value: Any) -> str:
     expected, translated = describe(annotation), ""
     names = _names_in(value)
-    if names and accepts(annotation, tuple(names)):
+    kinds = map(typing.get_args, (annotation, *typing.get_args(annotation)))
+    if names and (str, ...) in kinds:
         known = [OTHER_NAMES.get(name, name) for name in names]
         form = ", ".join(map(json.dumps, known)) + "," * (len(known) == 1)
         # Quotes of the shell too, because an override is where this happens.

@@ -88,6 +88,12 @@ class ModelProgram:
         self.layout = Layout(config.mesh)
         self._use_policy(None if self._make_own else config.remat.start)
         self.model_config = self.abstract.config
+        size = self.model_config.vocab_size or 0
+        if config.head.samples is not None and config.head.samples >= size:
+            raise ValueError(
+                f"head.gradient={config.head.gradient} must have k from 1 to "
+                f"{size - 1}, less than the {size} entries of the vocabulary"
+            )
         with self.layout.context():
             weights = split_module(self.abstract)[1]
             params, frozen = jax.eval_shape(self._split_trained, weights)

@@ -107,7 +107,7 @@ class Record:
 
     def __post_init__(self):
         """Raise a ValueError for what is no positive integer."""
-        ranges.check("Record.k", self.k, _COUNTS)
+        ranges.check('k of ("recorded", k)', self.k, _COUNTS)
 
 
 @functools.partial(

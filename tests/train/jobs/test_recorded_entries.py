@@ -412,7 +412,8 @@ def test_forward_passes_with_entries(fields, old, passes):
         (["grpo.max_head_error=0"], "grpo.max_head_error must be above 0, got 0"),
         (["head.gradient=None", "grpo.max_head_error=0.1"],
          "grpo.max_head_error=0.1 has no effect without head.gradient=(\"recorded\""),
-        (["head.gradient=('recorded', 0)"], "Record.k must be in [1, 2**31), got 0"),
+        (["head.gradient=('recorded', 0)"],
+         'head.gradient: k of ("recorded", k) must be in [1, 2**31), got 0'),
         (["head.gradient=('recorded', 4, 'int8')"], 'for run.job="grpo", ("recorded"'),
         (["head.logits=materialised"], "needs logits='fused'"),
     ],
@@ -424,9 +425,23 @@ def test_settings_that_entries_cannot_have(overrides, expected):
     assert "\n" not in str(caught.value)
 
 
-def test_more_entries_than_columns_are_refused():
-    with pytest.raises(ValueError, match="must record fewer entries than the 14 of"):
-        PolicyProgram(changed(SMALL, head=dict(gradient=("recorded", 14))))
+@pytest.mark.parametrize("method", ["recorded", "sample"])
+def test_more_entries_than_columns_are_refused(method):
+    message = rf"head.gradient=\('{method}', 14\) must have k from 1 to 13, less than "
+    with pytest.raises(ValueError, match=message):
+        PolicyProgram(changed(SMALL, head=dict(gradient=(method, 14))))
+
+
+@pytest.mark.parametrize(
+    ("correction", "line"),
+    [(None, "the sampler records"), ("icepop", "an old pass over each rollout record")],
+)
+def test_program_says_who_records_entries(correction, line):
+    config = changed(RECORDED, grpo=dict(correction=correction))
+    lines = [*PolicyProgram(config).lines()]
+    assert sum(line in one for one in lines) == 1
+    plain = [*PolicyProgram(changed(config, head=dict(gradient=None))).lines()]
+    assert len(plain) == len(lines) - 1
 
 
 def test_jobs_without_rollouts_refuse_entries():

@@ -7,7 +7,7 @@ Micro-batches have as many shapes as there are widths of rows; nothing else vari
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -97,18 +97,24 @@ class PolicyProgram(SamplingProgram):
             )
         if config.grpo.replay_routing:
             route_records.check(self.model_config)
-        entries, size = config.head.recorded, self.model_config.vocab_size or 0
-        if entries is not None and entries >= size:
-            raise ValueError(
-                f"head.gradient={config.head.gradient} must record fewer entries than "
-                f"the {size} of the vocabulary"
-            )
-        if config.passes.entries != "sampler":
-            entries = None
+        is_recorded = config.passes.entries == "sampler"
+        entries = config.head.recorded if is_recorded else None
         named = "grpo.prompts x grpo.group_size"
         self.sample_from(
             config.grpo.samples, named, ends, config.grpo.replay_routing, entries
         )
+
+    def lines(self) -> Iterator[str]:
+        """See `SamplingProgram`; also who records the entries of tokens."""
+        yield from super().lines()
+        if (by := self.config.passes.entries) is not None:
+            records = "the sampler records the entries of its tokens"
+            if by == "old pass":
+                records = (
+                    "an old pass over each rollout records the entries, at the cost of "
+                    "an exact forward pass"
+                )
+            yield f"head.gradient={self.config.head.gradient}: {records}"
 
     @property
     def metric_names(self) -> list[str]:
