@@ -1,16 +1,13 @@
 """Rows of logits for kernels, and their results against XLA."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxmem import devices
 from tests.helpers import hlo
-from tests.helpers.divergence import CHUNK, exact, make
-from tests.helpers.targets import loss_of_two_heads, of_two_heads
+from tests.helpers.divergence import make
+from tests.helpers.targets import loss_of_two_heads
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -26,32 +23,6 @@ def rows_of_logits(columns):
     z[4, ::3] = -np.inf
     z[5, columns // 2] = np.nan
     return z
-
-
-def assert_good(verb, operands, kernel, **options):
-    """A verb's values and gradients by a kernel, (module, name), and by XLA."""
-    g = np.random.default_rng(1).standard_normal(len(operands[0])).astype(np.float32)
-    call = functools.partial(of_two_heads(verb), chunk=CHUNK, **options)
-
-    def run(h, W):
-        return jax.vjp(lambda h, W: call(h, W, *operands[2:]), h, W)
-
-    plain, pull = run(*operands[:2])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "backend", lambda: "gpu")
-        (module, name), used = kernel, []
-        launch = getattr(module, name)
-        patch.setattr(module, name, lambda *a: used.append(1) or launch(*a))
-        value, pull_here = run(*operands[:2])
-        assert used, "the kernels did not run"
-        gradients_here = pull_here(g)
-    want, gradients = exact(verb, g, operands, **options)
-    np.testing.assert_allclose(value, want, rtol=64 * EPS)
-    np.testing.assert_allclose(value, plain, rtol=64 * EPS)
-    for got, other, need in zip(gradients_here, pull(g), gradients, strict=False):
-        scale = np.abs(need).max()
-        np.testing.assert_allclose(got, other, atol=16 * EPS * scale)
-        np.testing.assert_allclose(got, need, atol=64 * EPS * scale)
 
 
 def lowered_loss(verb, monkeypatch):
