@@ -21,7 +21,7 @@ from jaxmem.head.maths.random_streams import Stream
 from jaxmem.models import balance
 from jaxmem.models.decoder import Decoder
 from jaxmem.train import metrics
-from jaxmem.train.evaluation import Evaluated
+from jaxmem.train.evaluation import Evaluated, is_due
 from jaxmem.train.jobs import advantages, rollout_metrics
 from jaxmem.train.jobs.accumulated import AccumulatedSums
 from jaxmem.train.jobs.config import GrpoJobConfig
@@ -136,7 +136,7 @@ class Grpo(Job, name="grpo"):
         self.task.agree()
         self.task.check()
         self.rollouts = self._make_source()
-        self._has_told_of_cuts = False
+        self._has_told_of_cuts = self._has_told_of_rejections = False
         run = self.config.run
         self._files = RolloutFiles(run.out_dir) if run.save_rollouts else None
         self.last: Rollout | None = None  # its samples are shown by the report
@@ -603,10 +603,16 @@ class Grpo(Job, name="grpo"):
         )
 
     def _tell_of_rejections(self, number: int, updates: Sequence[Update]) -> None:
-        """Say that micro-batches of a step took an exact forward pass, and why."""
+        """Say that micro-batches of a step took an exact forward pass, and why.
+
+        Of the steps after the first of them, those that are logged anyway do.
+        """
         checks = [check for update in updates for check in update.checks]
         rejected = [check for check in checks if check.rejected]
-        if rejected:
+        run = self.config.run
+        is_logged = is_due(run.log_every, number, run.steps)
+        if rejected and (is_logged or not self._has_told_of_rejections):
+            self._has_told_of_rejections = True
             estimated = max(float(check.estimated) for check in rejected)
             measured = max(float(check.measured) for check in rejected)
             self._say(
