@@ -131,7 +131,7 @@ def invalid(name):
     p["log_q"] = np.nan_to_num(p["log_q"], nan=-3)
     p["ids"][p["ids"].max(1) < 0, 0] = 3
     if "support" in name:
-        p["support"][[2, 7], -1] = VOCAB, 2**31 - 1  # padding, and beyond
+        p["support"][[2, 7], 1] = VOCAB, 2**31 - 1  # padding, and beyond
     elif "labels" in name or name in LABELLED:
         p["labels"][[2, 7]] = VOCAB, 2**31 - 1
     else:

@@ -32,6 +32,7 @@ class Setting:
         tokens: their shape.
         std: standard deviation of the logits.
         gradient: the argument; "frozen": only hidden is differentiated.
+        size: a factor of a loss and of its normalizer, which changes no result.
     """
 
     dtypes: tuple[str, str] = ("float32", "float32")
@@ -47,6 +48,7 @@ class Setting:
     gradient: Any = None
     depth: int = 8
     columns: int = 40
+    size: float = 1.0
 
     def takes(self, function: HeadFunction) -> bool:
         """False if the function has not this kind of gradient."""
@@ -74,6 +76,7 @@ LEVELS = {
     "gradient": (None, "frozen", jaxmem.Recompute(), jaxmem.Recompute(2), SAMPLE),
     "depth": (8, 33),
     "columns": (40, 257),
+    "size": (1.0, 1e30, 2.0**-20),
 }  # fmt: skip
 
 
@@ -166,7 +169,7 @@ def run(module, name, setting, trained, p):
             for k, x in q.items()
             if k in (*OF_TOKENS, "where", "temperature")
         }
-        q["vocab_size"] = facts["vocab_size"]
+        q |= {"vocab_size": facts["vocab_size"], "size": setting.size}
         W = q["W"] if facts["layout"] == "vd" else q["W"].T
         description = facts["softcap"], facts["vocab_size"], facts["layout"]
         head = jaxmem.Head(W, q.get("bias"), *description)
@@ -177,7 +180,7 @@ def run(module, name, setting, trained, p):
             if setting.gradient not in (None, "frozen"):
                 options["gradient"] = setting.gradient
             if isinstance(setting.gradient, jaxmem.Sample):
-                options["key"] = functions.KEY
+                options["key"] = q.get("key", functions.KEY)
         result = function.call(module, q, head, options)
         return functions.weighted_sum(result, p["used"]), result
 
@@ -256,7 +259,7 @@ def check(name, setting=Setting(), module=jaxmem, seed=0, p=None):
         assert a.dtype == jnp.promote_types(setting.dtypes[0], jnp.float32), what
         near = lambda: jax.tree.leaves(materialised()[0])[i]  # noqa: B023, E731
         assert_as_good(a, near, b, of_statistics, what)
-    is_sample = setting.gradient == SAMPLE
+    is_sample = isinstance(setting.gradient, jaxmem.Sample)
     for k, a in gradients.items():
         assert (a.shape, a.dtype) == (p[k].shape, p[k].dtype), k
         near = lambda: materialised()[1][k]  # noqa: B023, E731

@@ -49,6 +49,7 @@ def make(seed: int = 0, n=N, d=D, v=V, std=1.0) -> dict[str, np.ndarray]:
         "teacher_bias": floats(v),
         "log_q": np.where(ids < 0, np.nan, log_q),  # of absent ids nothing is read
         "warmth": np.linspace(0.5, 2, n, dtype=np.float32), "support": support,
+        "widths": np.resize(np.array([K + 1, 1, 3, 2], np.int32), n),
         "advantages": floats(n), "logits": floats(n, v, size=std),
     }  # fmt: skip
 
@@ -56,7 +57,7 @@ def make(seed: int = 0, n=N, d=D, v=V, std=1.0) -> dict[str, np.ndarray]:
 # What has one entry a token; the rest is weights.
 OF_TOKENS = (
     "hidden", "labels", "ids", "teacher_hidden", "log_q", "support", "advantages",
-    "logits", "warmth",
+    "logits", "warmth", "widths",
 )  # fmt: skip
 
 
@@ -203,6 +204,11 @@ def _support(z, p):
     return oracle.support(z, np.maximum(p["labels"], 0), p["support"])
 
 
+def _ragged_support(z, p):
+    ids = np.where(np.arange(K + 1) < p["widths"][:, None], p["support"], -1)
+    return oracle.support(z, np.maximum(p["labels"], 0), ids)
+
+
 # Losses, whose slopes are written out for the oracle.
 
 
@@ -217,6 +223,21 @@ def mixed_loss(stats, divergence, advantages):
     """A loss of statistics and of a divergence."""
     loss = advantages * divergence - stats.logprob + 0.1 * stats.entropy
     return loss, {"divergence": divergence, "entropy": stats.entropy}
+
+
+def of_size(loss_fn, p):
+    """(the loss times p's size, options by which no result depends on the size)."""
+    size = p.get("size", 1.0)
+    if size == 1.0:
+        return loss_fn, {}
+
+    def sized(*args):
+        loss, metrics = loss_fn(*args)
+        return size * loss, metrics
+
+    active = p["labels"] >= 0
+    active = active & p["where"] if "where" in p else active
+    return sized, {"normalizer": size * jnp.sum(active)}
 
 
 def mean(losses, metrics, on):
@@ -315,11 +336,12 @@ def _divergence_loss(target, warmth=None):
     """Statistics have another temperature, a number or the operand of that name."""
 
     def call(module, p, head, options):
+        loss_fn, more = of_size(mixed_loss, p)
         if warmth is not None:
-            options = options | {"statistics_temperature": p.get(warmth, warmth)}
+            more["statistics_temperature"] = p.get(warmth, warmth)
         return module.divergence_loss(
-            mixed_loss, p["hidden"], head, p["labels"], target.make(p),
-            p["advantages"], **options,
+            loss_fn, p["hidden"], head, p["labels"], target.make(p),
+            p["advantages"], **options, **more,
         )  # fmt: skip
 
     def exact(p, scaling, on):
@@ -364,13 +386,18 @@ def _of_caller_logits(name, exact):
 
 def _call_token_loss(module, p, head, options):
     operands = p["hidden"], head, p["labels"], p["advantages"]
-    return module.token_loss(policy_loss, *operands, **options)
+    loss_fn, more = of_size(policy_loss, p)
+    return module.token_loss(loss_fn, *operands, **options, **more)
 
 
 def _call_ragged_support(module, p, head, options):
-    tokens = p["labels"].size
-    offsets = np.arange(tokens + 1) * (K + 1)
-    operands = p["hidden"], head, p["labels"], p["support"].reshape(-1)
+    """The first `widths` ids of each token, between entries that belong to none."""
+    widths, columns = p["widths"].reshape(-1), jnp.arange(K + 1)[None]
+    offsets = 2 + jnp.append(0, jnp.cumsum(widths))
+    at = jnp.where(columns < widths[:, None], offsets[:-1, None] + columns, 2**30)
+    ids = jnp.full(widths.size * (K + 1) + 5, VOCAB, jnp.int32)
+    ids = ids.at[at].set(p["support"].reshape(at.shape), mode="drop")
+    operands = p["hidden"], head, p["labels"], ids
     return module.support_logprobs(*operands, offsets=offsets, max_ids=K + 1, **options)
 
 
@@ -429,7 +456,7 @@ FUNCTIONS = {
         exact_of(_support, labels=True), gradients=(),
     ),
     "support_logprobs of ragged ids": HeadFunction(
-        _call_ragged_support, exact_of(_support, labels=True), gradients=()
+        _call_ragged_support, exact_of(_ragged_support, labels=True), gradients=()
     ),
 } | {
     f"{name} {target}": function(target)

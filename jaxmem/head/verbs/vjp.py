@@ -217,11 +217,12 @@ class LossRule(BackendRule):
 
         It is the count, but in float16 a power of two near the mean weight of a token,
         as far as the count tells it: with large weights, derivatives would overflow.
+        They would underflow with weights so small that their sum is below 1.
         """
         if self.divides_early:
             return count
         n_active = jnp.maximum(jnp.sum(constants[0].active, dtype=jnp.int32), 1)
-        mean = jnp.maximum(count / n_active, 1)
+        mean = jnp.maximum(count / n_active, jnp.minimum(count, 1))
         return row_stats.power_of_two(mean)
 
     def total(self, stats: dict, rows: TokenRows, operands: LossOperands, count) -> Any:
