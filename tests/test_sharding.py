@@ -1,8 +1,6 @@
 """jaxmem.sharding.parallel: global arrays on a mesh give what one device gives."""
 
-import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ import jaxmem
 from tests.helpers.cases import Case, full, slow
 from tests.helpers.crossing import Setting, check
 from tests.helpers.functions import FUNCTIONS
-from tests.helpers.meshes import collectives, jit
+from tests.helpers.meshes import PLANS, SEQUENCES, OnMesh, collectives, jit, parallel
 from tests.helpers.targets import of_columns, of_two_heads
 
 if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.py)
@@ -23,48 +21,6 @@ if jax.device_count() < 8:  # on one GPU; a CPU counts as eight (tests/conftest.
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, T, D, V, CHUNK = 3, 7, 8, 37, 8
-SEQUENCES = P(("data", "fsdp"), "sequence")
-
-# The mesh, and how parallel splits over it. Neither V nor B nor T divides by any.
-PLANS = {
-    "1x8": ((1, 8), ("data", "tensor"), {"tokens": "data"}),
-    "2x4": ((2, 4), ("data", "tensor"), {"tokens": "data"}),
-    "4x2": ((4, 2), ("data", "tensor"), {"tokens": P(None, "data")}),
-    "fewer tokens than devices": ((8, 1), ("data", "tensor"), {"tokens": "data"}),
-    "W in parts of D": (
-        (2, 2, 2),
-        ("data", "fsdp", "tensor"),
-        {"tokens": ("data", "fsdp"), "W_fsdp": "fsdp"},
-    ),
-    "sequences": (
-        (1, 2, 2, 2),
-        ("data", "fsdp", "sequence", "tensor"),
-        {"tokens": SEQUENCES, "W_fsdp": ("fsdp", "sequence")},
-    ),
-}
-
-
-def parallel(verb, name, kind=AxisType.Auto, **changes):
-    sizes, axes, options = PLANS[name]
-    kinds = kind if isinstance(kind, tuple) else (kind,) * len(axes)
-    mesh = jax.make_mesh(sizes, axes, axis_types=kinds)
-    options = {"vocab": "tensor"} | options | changes
-    return jaxmem.sharding.parallel(verb, mesh, **options)
-
-
-@dataclasses.dataclass(frozen=True)
-class OnMesh:
-    """The functions of `jaxmem` over the mesh of a plan."""
-
-    plan: str
-    kind: Any = AxisType.Auto
-    changes: tuple = ()
-
-    def __getattr__(self, name):
-        verb = getattr(jaxmem, name)
-        return parallel(verb, self.plan, self.kind, **dict(self.changes))
-
-
 MIXED = (AxisType.Explicit, AxisType.Auto) * 2
 FORMS = [
     *map(OnMesh, PLANS),

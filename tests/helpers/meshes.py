@@ -1,10 +1,14 @@
 """Meshes of devices, and collectives of programs over them."""
 
+import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmem
 
 # What the mesh looks like, the axes of the tokens, those of the vocabulary.
 MESHES = {
@@ -16,6 +20,48 @@ MESHES = {
     "vocabulary over two axes": ({"data": 2, "tensor": 2, "expert": 2}, "data",
      ("tensor", "expert")),
 }  # fmt: skip
+SEQUENCES = P(("data", "fsdp"), "sequence")
+
+# The mesh, and how parallel splits over it.
+PLANS = {
+    "1x8": ((1, 8), ("data", "tensor"), {"tokens": "data"}),
+    "2x4": ((2, 4), ("data", "tensor"), {"tokens": "data"}),
+    "4x2": ((4, 2), ("data", "tensor"), {"tokens": P(None, "data")}),
+    "fewer tokens than devices": ((8, 1), ("data", "tensor"), {"tokens": "data"}),
+    "W in parts of D": (
+        (2, 2, 2),
+        ("data", "fsdp", "tensor"),
+        {"tokens": ("data", "fsdp"), "W_fsdp": "fsdp"},
+    ),
+    "sequences": (
+        (1, 2, 2, 2),
+        ("data", "fsdp", "sequence", "tensor"),
+        {"tokens": SEQUENCES, "W_fsdp": ("fsdp", "sequence")},
+    ),
+}
+
+
+def parallel(verb, name, kind=AxisType.Auto, **changes):
+    sizes, axes, options = PLANS[name]
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(axes)
+    mesh = jax.make_mesh(sizes, axes, axis_types=kinds)
+    options = {"vocab": "tensor"} | options | changes
+    return jaxmem.sharding.parallel(verb, mesh, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """The functions of `jaxmem` over the mesh of a plan."""
+
+    plan: str
+    kind: Any = AxisType.Auto
+    changes: tuple = ()
+
+    def __getattr__(self, name):
+        verb = getattr(jaxmem, name)
+        return parallel(verb, self.plan, self.kind, **dict(self.changes))
+
+
 # What these programs compute is a trifle beside what compiling them well takes.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
