@@ -20,6 +20,7 @@ from tests.helpers.tolerance import EPSILON, STATS_EPSILON
 
 SAMPLE = jaxmem.Sample(6)  # whose gradients are random
 EPSILONS = EPSILON | {"float64": 1e-13}
+SHORT = "bfloat16", "float16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,19 @@ LEVELS = {
 }  # fmt: skip
 
 
+def fit(levels: dict) -> bool:
+    """False if a function lacks the kind of gradient, or W no blocks of columns.
+
+    Of W in float32, or of few columns, all blocks are one.
+    """
+    name, gradient = levels.get("name"), levels.get("gradient")
+    if getattr(gradient, "blocks", 1) > 1:
+        (_, of_W), columns = levels.get("dtypes", ("", "")), levels.get("columns", 257)
+        if of_W == "float32" or columns < 257:
+            return False
+    return name is None or Setting(gradient=gradient).takes(FUNCTIONS[name])
+
+
 def cover(names, seed=0, levels=LEVELS):
     """Few (name, Setting) in which each two levels meet, and each name and level.
 
@@ -87,23 +101,15 @@ def cover(names, seed=0, levels=LEVELS):
     the level that adds the most pairs.
     """
     rng, factors = np.random.default_rng(seed), {"name": tuple(names)} | levels
-    fits = {
-        (name, x): Setting(gradient=x).takes(FUNCTIONS[name])
-        for name in factors["name"]
-        for x in factors["gradient"]
-    }
     every = [(key, x) for key, values in factors.items() for x in values]
     number = {pair: i for i, pair in enumerate(every)}
     of_key = {key: [number[key, x] for x in values] for key, values in factors.items()}
     is_gradient, is_name = (
         np.isin(np.arange(len(every)), of_key[key]) for key in ("gradient", "name")
     )
-    allowed = np.ones((len(every), len(every)), bool)
+    allowed = np.array([[fit(dict((a, b))) for a in every] for b in every])
     for numbers in of_key.values():
         allowed[np.ix_(numbers, numbers)] = False
-    for (name, x), is_taken in fits.items():
-        i, j = number["name", name], number["gradient", x]
-        allowed[i, j] = allowed[j, i] = is_taken
     allowed[is_gradient & ~(allowed & is_name).any(1)] = False
     missing = np.triu(allowed & allowed.T)
     missing |= missing.T
@@ -263,10 +269,11 @@ def check(name, setting=Setting(), module=jaxmem, seed=0, p=None):
     for k, a in gradients.items():
         assert (a.shape, a.dtype) == (p[k].shape, p[k].dtype), k
         near = lambda: materialised()[1][k]  # noqa: B023, E731
-        epsilon = max(EPSILONS[x] for x in (a.dtype.name, setting.dtypes[0]))
+        epsilon = 2 * max(EPSILONS[x] for x in (a.dtype.name, setting.dtypes[0]))
         if not is_sample:
-            what = f"{name}, gradient by {k}"
-            assert_as_good(a, near, exact_gradients[k], 2 * epsilon, what)
+            what, want = f"{name}, gradient by {k}", exact_gradients[k]
+            epsilon += rounding_of_terms(exact_gradients, k, setting)
+            assert_as_good(a, near, want, epsilon, what)
         assert np.isfinite(a).all(), k
         if k in OF_TOKENS and "where" in p:
             assert not np.asarray(a)[~p["where"]].any(), k
@@ -274,9 +281,21 @@ def check(name, setting=Setting(), module=jaxmem, seed=0, p=None):
             assert not np.asarray(a)[setting.columns - PADDING :].any()
 
 
+def rounding_of_terms(gradients, k, setting):
+    """Relative error of a gradient whose terms are rounded to a type of 16 bits."""
+    if k not in gradients.get("terms", ()) or setting.dtypes[0] not in SHORT:
+        return 0.0
+    largest = gradients["terms"][k].max(initial=0)
+    return EPSILONS[setting.dtypes[0]] * largest / size_of(gradients[k])
+
+
+def size_of(x):
+    return max(1.0, np.abs(x).max(initial=0))
+
+
 def assert_as_good(got, near, want, epsilon, what):
     """Compare relative to the largest; `near` is called above the epsilon."""
-    scale = max(1.0, np.abs(want).max(initial=0))
+    scale = size_of(want)
     ours = _distance(got, want) / scale
     if ours <= epsilon:
         return

@@ -98,7 +98,10 @@ def of_logits(p, scaling, on):
 
 
 def by_name(logits, dz):
-    return dict(zip(("hidden", "W", "bias"), logits.gradients(dz), strict=True))
+    """Gradients by name; terms of those of hidden and W."""
+    terms = dict(zip(("hidden", "W"), logits.terms(dz), strict=True))
+    made = dict(zip(("hidden", "W", "bias"), logits.gradients(dz), strict=True))
+    return made | {"terms": terms}
 
 
 def exact_of(function, labels=False):

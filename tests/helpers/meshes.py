@@ -72,6 +72,46 @@ def mesh_of(shape):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class ByHand:
+    """The functions of `jaxmem` with axis_name, inside a `jax.shard_map`."""
+
+    mesh: str
+    check_vma: bool = True
+
+    def __getattr__(self, function):
+        shape, tokens, vocabulary = MESHES[self.mesh]
+
+        def is_head(x):
+            return isinstance(x, jaxmem.Head)
+
+        def spec_of(x):
+            if not is_head(x):
+                return P(tokens)
+            W = P(vocabulary) if x.layout == "vd" else P(None, vocabulary)
+            bias = None if x.bias is None else P(vocabulary)
+            return dataclasses.replace(x, W=W, bias=bias)
+
+        def call(*args, **options):
+            leaves, tree = jax.tree.flatten((args, options), is_leaf=is_head)
+            split = [is_head(x) or getattr(x, "ndim", 0) > 0 for x in leaves]
+            arrays = [x for x, is_array in zip(leaves, split, strict=True) if is_array]
+
+            def run(*parts):
+                parts = iter(parts)
+                pairs = zip(leaves, split, strict=True)
+                made = [next(parts) if is_array else x for x, is_array in pairs]
+                args, options = tree.unflatten(made)
+                return getattr(jaxmem, function)(*args, axis_name=vocabulary, **options)
+
+            return jax.shard_map(
+                run, mesh=mesh_of(shape), in_specs=tuple(map(spec_of, arrays)),
+                out_specs=P(tokens), check_vma=self.check_vma,
+            )(*arrays)  # fmt: skip
+
+        return call
+
+
 COLLECTIVE = re.compile(
     r"%(\w+)[\w.-]* = (\S+?)(?:{[\d,]*})? "
     r"(?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
@@ -81,16 +121,3 @@ COLLECTIVE = re.compile(
 def collectives(fn, *operands):
     """(what jax calls it, its result) of each in the compiled program, in order."""
     return COLLECTIVE.findall(jax.jit(fn).lower(*operands).compile().as_text())
-
-
-def sharded_by(split, call, name, **options):
-    """The call over a mesh; of its six operands, those at `split` by the vocabulary."""
-    shape, tokens, vocabulary = MESHES[name]
-    specs = [P(vocabulary if i in split else tokens) for i in range(6)]
-    return jax.shard_map(
-        functools.partial(call, axis_name=vocabulary),
-        mesh=mesh_of(shape),
-        in_specs=tuple(specs),
-        out_specs=P(tokens),
-        **options,
-    )

@@ -36,6 +36,13 @@ class Logits:
         du = np.pad(dz * self.slope, [(0, 0), (0, len(self.W) - dz.shape[1])])
         return du @ self.W, du.T @ self.h, du.sum(0)
 
+    def terms(self, dz):
+        """Norms of the terms of which dh and dW are sums, for bounds of rounding."""
+        squares = (dz * self.slope) ** 2
+        of_W = self.W[: dz.shape[1]] ** 2
+        dW = np.pad(squares.T @ self.h**2, [(0, len(self.W) - len(of_W)), (0, 0)])
+        return np.sqrt(squares @ of_W), np.sqrt(dW)
+
 
 def scale(u, softcap=None, temperature=1.0, vocab_size=None):
     """(z, ∂z/∂u) of logits u [N, V], without columns of padding."""

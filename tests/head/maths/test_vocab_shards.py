@@ -5,6 +5,7 @@ wrong by twice what one device gets wrong, plus an epsilon.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem
 from jaxmem.head.maths import vocab_shards
-from tests.helpers import oracle
+from tests.helpers import crossing, functions, oracle
 from tests.helpers.cases import Case, full, slow
+from tests.helpers.crossing import Setting, check as compare
 from tests.helpers.described import described
-from tests.helpers.meshes import MESHES, collectives, jit, mesh_of
+from tests.helpers.functions import FUNCTIONS
+from tests.helpers.meshes import MESHES, ByHand, collectives, jit, mesh_of
 from tests.helpers.targets import of_two_heads
 from tests.helpers.token_stats import FLOATS
 from tests.helpers.tolerance import EPSILON, STATS_EPSILON, assert_close
@@ -93,49 +96,38 @@ def alone_and_exact():
     return with_gradients(stats, h, W, y), oracle.head(h, W, y, g, vocab_size=V)
 
 
-@pytest.mark.parametrize(
-    "name", [x if x == "vocabulary over two axes" else slow(x) for x in MESHES]
-)
-def test_token_stats_on_every_mesh(name):
-    """Masked rows are exactly 0, and so are their gradients."""
-    made, gradients = with_gradients(sharded(stats, name), *problem())
-    check((made, gradients), *alone_and_exact())
-    masked = problem()[2] < 0
-    assert not gradients[0][masked].any() and gradients[0][~masked].any()
-    assert not any(value[masked].any() for value in made.values())
+# Functions that read W by its shards, each over a mesh; the others gather it.
+OF_SHARDS = [
+    name for name, function in FUNCTIONS.items()
+    if not re.search("loss|logits|record|teacher", name)
+]  # fmt: skip
+TOKENS_TOGETHER = ("sample_ids", "support_logprobs of ragged ids")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_token_stats_with_every_option(check_vma):
-    """Differentiated from outside as jax's own types say, or as without them.
+def on_meshes():
+    """Each function on a mesh, with and without jax's check of types."""
+    for i, name in enumerate(OF_SHARDS):
+        mesh = "1x8" if name in TOKENS_TOGETHER else [*MESHES][-1 - i % len(MESHES)]
+        case = name, mesh, i % 2 == 0
+        yield case if i == 0 else full(*case) if i < 8 else slow(*case)
 
-    In 16 bits; of eight parts of five columns, two hold the vocabulary.
-    """
+
+@pytest.mark.parametrize("name, mesh, check_vma", list(on_meshes()))
+def test_function_by_hand(name, mesh, check_vma):
+    setting = Setting(tokens=(N,), temperature="token")
+    compare(name, setting, ByHand(mesh, check_vma))
+
+
+@pytest.mark.full
+def test_shards_of_nothing_but_padding():
+    """Masked rows are exactly 0; of eight parts of five columns, two have tokens."""
     h, W, y = problem(v=9)
-    h, W = (jnp.asarray(x, jnp.bfloat16) for x in (h, W))
-    where, temperature = np.arange(N) % 3 > 0, np.linspace(0.3, 3, N, dtype=np.float32)
-    bias = np.linspace(-2, 2, COLUMNS, dtype=np.float32)
-    options = {"softcap": 5.0, "vocab_size": 9}
-
-    def run(h, W, y, where, temperature, bias, axis_name=None):
-        return stats(
-            h, W, y, axis_name, where=where, temperature=temperature, bias=bias,
-            **options,
-        )  # fmt: skip
-
-    split = jax.shard_map(
-        functools.partial(run, axis_name="tensor"),
-        mesh=mesh_of(MESHES["1x8"][0]),
-        in_specs=(*(P("data"), P("tensor"), P("data")), *(P("data"),) * 2, P("tensor")),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
-    operands = h, W, y, where, temperature, bias
-    want = oracle.head(
-        h, W, y, cotangents(), bias=bias, temperature=temperature, on=where, **options
-    )
-    check(with_gradients(split, *operands), with_gradients(run, *operands), want)
+    run = functools.partial(stats, vocab_size=9)
+    want = oracle.head(h, W, y, cotangents(), vocab_size=9)
+    made, gradients = with_gradients(sharded(run, "1x8"), h, W, y)
+    check((made, gradients), with_gradients(run, h, W, y), want)
+    assert not gradients[0][y < 0].any()
+    assert not any(value[y < 0].any() for value in made.values())
 
 
 def test_hidden_is_rounded_after_its_parts_are_summed():
@@ -417,6 +409,79 @@ def test_shards_have_the_same_bits(optimized):
     )
     for made in split(h, W, y).values():
         np.testing.assert_array_equal(made, np.broadcast_to(made[:1], made.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["selected_logprobs", "support_logprobs"])
+def test_collectives_of_ids(name):
+    """Each array once for all tokens of a device, by all-reduces; W is not gathered."""
+    h, W, y = (np.nan_to_num(x) for x in problem())
+    ids = np.where(np.arange(5) == 0, np.maximum(y, 0)[:, None], np.arange(5))
+
+    def run(h, W):
+        head = jaxmem.Head(W, vocab_size=V, layout="vd")
+        operands = (ids,) if name == "selected_logprobs" else (y, ids)
+        return getattr(ByHand("2x4"), name)(h, head, *operands, chunk=4).sum()
+
+    text = jax.jit(jax.grad(run, (0, 1))).lower(h, W).compile().as_text()
+    # XLA may make one all-reduce of several arrays.
+    reduced = re.findall(r" = ([^=]*?) all-reduce(?:-start)?\(", text)
+    made = re.findall(r"f32\[[\d,]*\]", " ".join(reduced))
+    n = N // 2
+    gradients = [f"f32[{n},{D}]", f"f32[{COLUMNS // 4},{D}]"]  # dW over the tokens
+    rows = [*("f32[12]",) * 3, "f32[12,5]"]  # maximum, two sums, and at ids
+    if name == "support_logprobs":
+        rows = ["f32[2,12]", "f32[3,12]"]
+    assert sorted(made) == sorted([*rows, *gradients])
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+
+
+def test_errors_of_ids():
+    h, W, y = (np.nan_to_num(x) for x in problem())
+    ids = np.maximum(y, 0)[:, None]
+    with pytest.raises(ValueError, match="axis_name='tensor' must be bound by an encl"):
+        jaxmem.selected_logprobs(h, W, ids, axis_name="tensor")
+    with pytest.raises(ValueError, match="axis_name='tensor' must be bound by an encl"):
+        jaxmem.support_logprobs(h, W, y, ids, axis_name="tensor")
+    with pytest.raises(TypeError, match="axis_name must be the name of a mesh axis, o"):
+        jaxmem.selected_logprobs(h, W, ids, axis_name=3)
+    whole = jax.shard_map(
+        functools.partial(jaxmem.selected_logprobs, axis_name="tensor"),
+        mesh=mesh_of({"tensor": 8}), in_specs=(P(), P(), P()), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="W must be this shard's part of the vocabula"):
+        whole(h, W, ids)
+    above = jax.shard_map(
+        lambda h, W: jaxmem.selected_logprobs(
+            h, jaxmem.Head(W, vocab_size=V), np.full((N, 1), V), axis_name="tensor"
+        ),
+        mesh=mesh_of({"tensor": 8}), in_specs=(P(), P("tensor")), out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"ids must be below vocab_size={V}, got {V}"):
+        above(h, W)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [
+    x for x in OF_SHARDS if re.search("ids$|columns|selected|support", x)
+    and x != "sample_ids"
+])  # fmt: skip
+def test_invalid_id_is_nan_in_its_token(name):
+    """An id that no shard has, or that a shard has as padding."""
+    setting = Setting(tokens=(N,), mask="none", temperature="token")
+    p, bad = crossing.problem(setting), np.isin(np.arange(N), [2, 7])
+    p["log_q"] = np.nan_to_num(p["log_q"], nan=-3)
+    of = "support" if "support" in name else "ids"
+    p["labels"], p["ids"] = p["support"][:, 0], np.maximum(p["ids"], 0)
+    p[of][[2, 7], 1] = functions.VOCAB, 2**31 - 1
+    p["widths"] = np.full_like(p["widths"], functions.K + 1)
+    mesh = ByHand("1x8" if name in TOKENS_TOGETHER else "2x4")
+    result, gradients = crossing.run(mesh, name, setting, ("hidden",), p)
+    np.testing.assert_array_equal(np.isnan(result.reshape(N, -1)).any(1), bad)
+    np.testing.assert_array_equal(np.isnan(gradients["hidden"]).any(1), bad)
+    p["used"] = np.float32(~bad)
+    _, gradients = crossing.run(mesh, name, setting, ("hidden",), p)
+    assert np.isfinite(gradients["hidden"]).all()
 
 
 STATISTICS = [("pmax", "f32[2,12]"), ("psum_invariant", "f32[3,12]")]
