@@ -81,12 +81,7 @@ SAMPLED.remove("divergence_loss at another temperature")
     for name in SAMPLED
 ])  # fmt: skip
 def test_sample_of_all_entries_gives_the_gradient(name):
-    """Nine columns have all of the probability, each more than a slot's share."""
-    setting = dataclasses.replace(
-        ANY, gradient=jaxmem.Sample(VOCAB - 1), std=0.1, softcap=False
-    )
-    p = problem(setting)
-    p["bias"] = np.where(np.arange(ANY.columns) % 4, -30, 0).astype(np.float32)
+    setting, p = crossing.sampled_whole(ANY)
     check(name, setting, p=p)
 
 

@@ -153,6 +153,19 @@ def masked(p, mask):
         p[k][~mask] = np.nan
 
 
+def sampled_whole(setting: Setting) -> tuple[Setting, dict[str, np.ndarray]]:
+    """A setting whose sampled gradient is the exact one, and its operands.
+
+    A fourth of the columns have all of the probability, each more than a slot's share.
+    """
+    slots = jaxmem.Sample(setting.columns - PADDING - 1)
+    setting = dataclasses.replace(setting, gradient=slots, std=0.1, softcap=False)
+    p = problem(setting)
+    is_live = np.arange(setting.columns) % 4 == 0
+    p["bias"] = np.where(is_live, 0, -30).astype(p["bias"].dtype)
+    return setting, p
+
+
 def facts_of(setting: Setting) -> dict[str, Any]:
     """The head's description and scalar options."""
     return {

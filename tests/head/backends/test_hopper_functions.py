@@ -52,7 +52,7 @@ FIRST = Setting(**{k: levels[0] for k, levels in KERNELS.items()} | {"tokens": (
     full("logprobs", FIRST),
     full("token_stats", dataclasses.replace(FIRST, gradient=jaxmem.Recompute(2))),
     full("entropy", dataclasses.replace(FIRST, gradient="frozen")),
-    full("token_loss", dataclasses.replace(FIRST, gradient=SAMPLE, layout="dv")),
+    full("token_loss", dataclasses.replace(FIRST, layout="dv")),
     full("record_entries", dataclasses.replace(FIRST, padded=False)),
     *(slow(*case) for case in crossing.cover(OF_KERNELS, levels=KERNELS)),
 ], ids=str)  # fmt: skip
@@ -60,6 +60,15 @@ def test_function_by_kernels(name, setting, interpreted):
     with jaxmem.report() as calls:
         check(name, setting, ByHopper())
     assert {call.implementation for call in calls.calls} == {"hopper"}
+
+
+@pytest.mark.parametrize("name, layout", [
+    full("token_loss", "vd"), slow("token_stats", "dv"), slow("entropy", "vd"),
+])  # fmt: skip
+def test_sample_of_all_entries_gives_the_gradient(name, layout, interpreted):
+    setting = dataclasses.replace(FIRST, layout=layout, columns=70)
+    setting, p = crossing.sampled_whole(setting)
+    check(name, setting, ByHopper(), p=p)
 
 
 # Logits in memory: several blocks of columns, of which the last is cut.
