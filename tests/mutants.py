@@ -153,12 +153,17 @@ def computed(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 def changed(tree, module, function, node) -> Iterator[Mutant]:
     """The module with the node changed, for each way there is."""
-    before = ast.unparse(node)
+    before = _text(node)
     for undo in _changes(node):
-        after, source = ast.unparse(node), ast.unparse(tree)
+        after, source = _text(node), ast.unparse(tree)
         lines = lines_around(function, node)
         yield Mutant(module, function.name, before, after, source, lines)
         undo()
+
+
+def _text(node):
+    """The source of an expression, or of a statement's condition."""
+    return ast.unparse(node.test if isinstance(node, ast.If) else node)
 
 
 def lines_around(function, node) -> range:
