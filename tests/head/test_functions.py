@@ -71,7 +71,7 @@ def test_pairs_of_options(name, setting):
     check(name, setting)
 
 
-# A teacher has probability in all columns: tests/head/verbs/test_sampled_divergence.py.
+# A teacher has probability in all columns: tests/head/test_estimates.py.
 SAMPLED = [x for x in GRADED if FUNCTIONS[x].samples and "teacher" not in x]
 SAMPLED.remove("divergence_loss at another temperature")
 
