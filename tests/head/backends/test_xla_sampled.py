@@ -57,49 +57,6 @@ def exact_outputs(h, W, y, **options):
     return jax.jit(xla.forward, static_argnums=(0, 3))(spec, *operands, SAVED)
 
 
-SOME = {
-    "temperature": np.linspace(0.5, 2, 70, dtype=np.float32),
-    "softcap": 2.0,
-    "bias": np.linspace(-0.2, 0.2, 130, dtype=np.float32),
-    "vocab_size": 100,
-}
-OPTIONS = {"plain": {}, "some": SOME, "all": {**SOME, "layout": "dv"}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, dtype", [
-    ("plain", "float32"), ("some", "float32"), ("all", "float32"), ("all", "bfloat16"),
-])  # fmt: skip
-def test_sampled_exact_with_enough_slots(name, dtype):
-    """8,192 of 130 columns, none of which is below 1/κ: nothing is random."""
-    options = dict(OPTIONS[name])
-    h, W, y = Case(70, 33, 130, std=0.5).make()
-    y = np.where(np.arange(70) % 5 == 2, -1, y % 100).astype(np.int32)
-    h[y < 0] = np.nan
-    h, W = jnp.asarray(h, dtype), jnp.asarray(W, dtype)
-    g, where = cotangents(70), np.arange(70) % 7 > 0
-    layout = options.pop("layout", "vd")
-    want, grads = oracle.head(h, W, y, g, on=where, **options)
-    W, grads = (W, grads) if layout == "vd" else (W.T, [grads[0], grads[1].T, grads[2]])
-    made, entries, _, got = call(
-        h, W, y, g, 8192, where=where, layout=layout, **options
-    )
-    for k in FLOATS:
-        np.testing.assert_allclose(made[k], want[k], atol=2e-5, rtol=2e-5, err_msg=k)
-    live = np.asarray(y >= 0) & where
-    columns = options.get("vocab_size", 130)
-    np.testing.assert_array_equal(
-        np.sum(np.asarray(entries.p) > 0, 1), np.where(live, columns - 1, 0)
-    )
-    rtol = 1e-5 if dtype == "float32" else 8e-3
-    for a, b in zip(got, grads, strict=True):
-        if a is not None:
-            scale = np.abs(b).max()
-            np.testing.assert_allclose(np.float64(a), b, atol=rtol * scale, rtol=rtol)
-    assert (got.bias is None) == ("bias" not in options)
-    assert not np.asarray(got.hidden)[~live].any()
-
-
 def dense(dz, v):
     """[N, V] of the entries."""
     n = len(dz.columns)

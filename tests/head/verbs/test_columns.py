@@ -1,4 +1,4 @@
-"""Divergences over given columns, with and without the rest, to float64."""
+"""Divergences over given columns: digits of the rest, infinities, errors."""
 
 import functools
 
@@ -7,19 +7,40 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmem
+from tests.helpers import oracle
 from tests.helpers.cases import full, slow
-from tests.helpers.targets import of_columns, topk_kl
+from tests.helpers.targets import KINDS, loss_of_columns, of_columns, topk_kl
 from tests.helpers.tolerance import STATS_EPSILON, error
-from tests.helpers.topk_divergence import (
-    CHUNK,
-    D,
-    K,
-    N,
-    V,
-    exact,
-    make,
-    named,
-)
+
+N, D, V, K, CHUNK = 37, 24, 130, 6, 16
+BETA = 0.3
+
+
+def named(way):
+    return f"jsd {BETA}" if way == "jsd" else way
+
+
+def make(std=1.0, seed=0):
+    """hidden, W, and a teacher: K distinct ids a token and their ln q, 0.8 at most."""
+    rng = np.random.default_rng(seed)
+    h = rng.standard_normal((N, D), np.float32)
+    W = rng.standard_normal((V, D), np.float32) * std / D**0.5
+    ids = np.stack([rng.permutation(100)[:K] for _ in range(N)]).astype(np.int32)
+    ln_q = np.log(0.8 * rng.dirichlet(np.ones(K + 1), N)[:, :K]).astype(np.float32)
+    return h, W.astype(np.float32), ids, ln_q
+
+
+def exact(way, tail, g, operands, **options):
+    """The divergence in float64, and gradients of hidden, W and bias by hand."""
+    h, W, ids, ln_q = operands
+    logits = oracle.Logits.of(h, W, **{"vocab_size": V} | options)
+    kind = KINDS[way].__name__
+    values, pull = oracle.divergence_of_columns(
+        kind, logits.z, ids, np.asarray(ln_q).astype(np.float64), tail, BETA
+    )
+    return values, logits.gradients(pull(g))
+
 
 WAYS = ("forward_kl", "reverse_kl", "jsd")
 # Each tail once; what a test says of other pairs is slow. Terms of a JSD have tests of
@@ -28,25 +49,19 @@ PAIRS = [
     ("forward_kl", True), ("reverse_kl", False), full("jsd", True),
     slow("forward_kl", False), slow("reverse_kl", True), slow("jsd", False),
 ]  # fmt: skip
-# For tests of the sums that all directions share, with a tail or without.
-ONE_PAIR = [PAIRS[0], slow(*PAIRS[1]), *PAIRS[2:]]
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 
-@functools.partial(
-    jax.jit, static_argnames=("way", "tail", "layout", "options", "chunk")
-)
-def ours(operands, g, arrays, way, tail, layout="vd", options=(), chunk=CHUNK):
+@functools.partial(jax.jit, static_argnames=("way", "tail"))
+def ours(operands, g, bias, way, tail):
     """Value, and the gradients of hidden, W and bias, if any."""
     h, W, ids, ln_q = operands
 
     def call(h, W, bias):
-        W = W if layout == "vd" else W.T
-        given = arrays | bias | {"layout": layout} | dict(options)
-        return of_columns(named(way))(h, W, ids, ln_q, chunk, tail, **given)
+        given = {"layout": "vd", "bias": bias}
+        return of_columns(named(way))(h, W, ids, ln_q, CHUNK, tail, **given)
 
-    bias = {k: v for k, v in arrays.items() if k == "bias"}
     value, pull = jax.vjp(call, h, W, bias)
     return value, jax.tree.leaves(pull(g))
 
@@ -66,7 +81,7 @@ def test_all_columns_of_teacher_in_16_bits(way):
     h, W, _, _ = make()
     ids = np.tile(np.arange(V, dtype=np.int32), (N, 1))
     ln_q = jnp.asarray(log_softmax(make(2.0, 3)[0] @ W.T), jnp.bfloat16)
-    got, _ = ours((h, W, ids, ln_q), cotangents(), {}, way, True)
+    got, _ = ours((h, W, ids, ln_q), cotangents(), None, way, True)
     want, _ = exact(way, False, cotangents(), (h, W, ids, ln_q.astype(np.float32)))
     assert error(got, want) < STATS_EPSILON
 
@@ -75,34 +90,11 @@ def test_all_columns_of_teacher_in_16_bits(way):
 def test_divergence_without_ids_is_zero(way, tail):
     h, W, ids, ln_q = make()
     h[:5], ids[:5], ln_q[3] = np.nan, -1, np.nan
-    value, (dh, dW) = ours((h, W, ids, ln_q), cotangents(), {}, way, tail)
+    value, (dh, dW) = ours((h, W, ids, ln_q), cotangents(), None, way, tail)
     assert not value[:5].any() and not dh[:5].any() and value[5:].all()
     assert np.isfinite(dW).all()
     none = of_columns(named(way))(h, W, ids[:, :0], ln_q[:, :0], tail=tail)
     assert none.shape == (N,) and not none.any()
-
-
-@pytest.mark.parametrize("way, tail", ONE_PAIR)
-def test_masked_tokens_give_exactly_nothing(way, tail):
-    h, W, ids, ln_q = make()
-    where = np.arange(N) % 4 == 0
-    h[~where], ln_q[~where] = np.nan, np.nan
-    ids[1] = V + 7  # nobody looks
-    bias = np.full(V, 200.0, np.float32)  # e^200, were a row of zeros not left out
-    g, operands = cotangents(), (h, W, ids, ln_q)
-    arrays = with_bias(bias, where)
-    value, (dh, dW, dbias) = ours(operands, g, arrays, way, tail)
-    assert not value[~where].any() and value[where].all()
-    assert not dh[~where].any() and dh[where].any(1).all()
-    kept = h[where], W, ids[where], ln_q[where]
-    _, need = exact(way, tail, g[where], kept)
-    np.testing.assert_allclose(dW, need[1], atol=1e-5)
-    np.testing.assert_allclose(dbias, need[2], atol=1e-5)
-
-
-def with_bias(bias, where=None):
-    """A mask too, so that all tests with a bias share their compiled functions."""
-    return {"bias": bias, "where": np.ones(N, bool) if where is None else where}
 
 
 @pytest.mark.full
@@ -111,9 +103,8 @@ def test_rest_of_any_size_keeps_its_digits():
     h, W, ids, ln_q = make()
     ids = np.tile(np.arange(K, dtype=np.int32), (N, 1))
     bias = np.where(np.arange(V) < K, 0, -30.0).astype(np.float32)
-    arrays = with_bias(bias)
     for way in WAYS:
-        value, (dh, _, dbias) = ours((h, W, ids, ln_q), cotangents(), arrays, way, True)
+        value, (dh, _, dbias) = ours((h, W, ids, ln_q), cotangents(), bias, way, True)
         want, (need, _, _) = exact(
             way, True, cotangents(), (h, W, ids, ln_q), bias=bias
         )
@@ -121,7 +112,7 @@ def test_rest_of_any_size_keeps_its_digits():
         np.testing.assert_allclose(dh, need, atol=1e-5)
     # By the log of the rest alone: -q_rest, not what its cancellation leaves of it.
     q_rest = 1 - np.exp(ln_q.astype(float)).sum(1)
-    _, (_, _, dbias) = ours((h, W, ids, ln_q), np.ones(N), arrays, "forward_kl", True)
+    _, (_, _, dbias) = ours((h, W, ids, ln_q), np.ones(N), bias, "forward_kl", True)
     np.testing.assert_allclose(dbias[K:].sum(), -q_rest.sum(), rtol=1e-5)
 
 
@@ -139,7 +130,7 @@ def test_confident_heads_keep_their_digits():
         "reverse_kl": (p, 2 * rest),
     }.items():
         want = a * np.log(a / b) + (1 - a) * (np.log1p(-a) - np.log1p(-b))
-        got, _ = ours((h, W, ids, ln_q), cotangents(), {}, way, True)
+        got, _ = ours((h, W, ids, ln_q), cotangents(), None, way, True)
         np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
@@ -155,7 +146,8 @@ def test_rounded_rest_of_teacher_is_not_zero():
     ):
         said = np.tile(np.float32(np.resize(ln_q, K)), (N, 1))
         two = np.where(np.arange(K) < 2, ids, -1)
-        value, gradients = ours((h, W, two, said), cotangents(), {}, "reverse_kl", True)
+        operands = h, W, two, said
+        value, gradients = ours(operands, cotangents(), None, "reverse_kl", True)
         p = np.take_along_axis(np.exp(log_softmax(h @ W.T)), ids[:, :2], 1)
         p = p.astype(float)
         p = np.concatenate([p, 1 - p.sum(1, keepdims=True)], 1)
@@ -175,15 +167,13 @@ def test_columns_that_a_bias_rules_out(way):
     bias = np.zeros(V, np.float32)
     bias[ids[7, 2]] = -np.inf
     others = ~(ids == ids[7, 2]).any(1)
-    value, (dh, dW, _) = ours(
-        (h, W, ids, ln_q), cotangents(), with_bias(bias), way, True
-    )
+    value, (dh, dW, _) = ours((h, W, ids, ln_q), cotangents(), bias, way, True)
     assert np.isinf(value[7]) == (way == "forward_kl")
     assert np.isfinite(value[others]).all() and np.isfinite(dh).all()
     assert np.isfinite(dW).all()
     bias = np.where(np.arange(V) < K, 0, -np.inf).astype(np.float32)
     ids = np.tile(np.arange(K, dtype=np.int32), (N, 1))
-    got = ours((h, W, ids, ln_q), cotangents(), with_bias(bias), way, True)
+    got = ours((h, W, ids, ln_q), cotangents(), bias, way, True)
     want, need = exact(way, False, cotangents(), (h, W, ids, ln_q))
     np.testing.assert_allclose(got[0], want, rtol=1e-5)
     np.testing.assert_allclose(got[1][0], need[0], atol=1e-6)
@@ -192,9 +182,9 @@ def test_columns_that_a_bias_rules_out(way):
 def test_teacher_excluding_all_ids():
     h, W, ids, ln_q = make()
     ln_q[3] = -np.inf
-    without, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward_kl", False)
+    without, _ = ours((h, W, ids, ln_q), cotangents(), None, "forward_kl", False)
     np.testing.assert_array_equal(np.isnan(without), np.arange(N) == 3)
-    value, _ = ours((h, W, ids, ln_q), cotangents(), {}, "forward_kl", True)
+    value, _ = ours((h, W, ids, ln_q), cotangents(), None, "forward_kl", True)
     p = np.exp(log_softmax(h @ W.T))[3, ids[3]].astype(float).sum()
     np.testing.assert_allclose(value[3], -np.log1p(-p), rtol=1e-5)
 
@@ -239,3 +229,114 @@ def test_masked_columns_are_not_checked():
     ids, q = IDS.copy(), Q.copy()
     q[:4], q[5, 1], ids[5, 1] = 2.0, np.nan, -1
     assert jax.eval_shape(lambda: topk_kl(H, W_, ids, q, where=where)).shape == (N,)
+
+
+# Losses of a divergence.
+
+RNG = np.random.default_rng(5)
+LABELS = RNG.integers(0, 100, N)
+WEIGHT = RNG.uniform(0.5, 2, N).astype(np.float32)
+
+
+def mixture(stats, divergence, weight):
+    """A loss of a divergence, cross-entropy and entropy; its metrics."""
+    loss = weight * divergence - 0.3 * stats.logprob + 0.1 * stats.entropy
+    return loss, {"divergence": divergence, "entropy": stats.entropy}
+
+
+def test_invalid_drawn_id_is_nan_where_used():
+    h, W, ids, _ = make()
+    ids[3, 0] = V  # known at run time only
+
+    @jax.jit
+    def run(h, ids, weight):
+        def loss(h):
+            return loss_of_columns(
+                "forward_kl",
+                lambda stats, d, w: jnp.where(w == 0, 0, w * d) - stats.logprob,
+            )(h, W, LABELS, ids, None, weight, chunk=CHUNK)[0]
+
+        return jax.value_and_grad(loss)(h)
+
+    used = np.ones(N, np.float32)
+    assert np.isnan(run(h, ids, used)[0])
+    loss, dh = run(h, ids, np.where(np.arange(N) == 3, 0, used))
+    assert np.isfinite(loss) and np.isfinite(dh).all()
+
+
+@pytest.mark.parametrize("tail", [True, slow(False), slow(None)])
+def test_loss_of_columns_without_ids(tail):
+    h, W, ids, ln_q = make()
+    none = ids[:, :0], None if tail is None else ln_q[:, :0]
+    loss = loss_of_columns("forward_kl", mixture)
+
+    @jax.jit
+    def run(h, W):
+        def of_weights(h, W):
+            return loss(h, W, LABELS, *none, WEIGHT, tail=bool(tail), chunk=CHUNK)
+
+        return jax.value_and_grad(of_weights, (0, 1), has_aux=True)(h, W)
+
+    (total, metrics), gradients = run(h, W)
+    ones = np.ones(N) / N
+    of = {"logprob": -0.3 * ones, "entropy": 0.1 * ones}
+    stats, of_stats = oracle.head(h, W, LABELS, of)
+    np.testing.assert_allclose(total, sum((of[k] * stats[k]).sum() for k in of), 1e-6)
+    for got, want in zip(gradients, of_stats, strict=False):
+        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    assert not metrics["divergence"].any()
+
+
+@pytest.mark.full
+def test_unused_divergence_is_harmless():
+    h, W, ids, ln_q = make()
+    ln_q[3, 0] = -np.inf  # excluded by the teacher, not by the student
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(h, weight):
+        def of(stats, divergence, weight):
+            return jnp.where(weight > 0, weight * divergence, 0) - stats.logprob
+
+        given = h, W, LABELS, ids, ln_q, weight
+        return loss_of_columns("reverse_kl", of)(*given, chunk=CHUNK)[0]
+
+    used = np.ones(N, np.float32)
+    assert np.isinf(loss(h, used)[0])
+    used[3] = 0
+    value, dh = loss(h, used)
+    assert np.isfinite(value) and np.isfinite(dh).all()
+
+
+def test_report_of_a_loss():
+    h, W, ids, ln_q = make()
+    with jaxmem.report() as calls:
+        loss = functools.partial(loss_of_columns("forward_kl", mixture), chunk=CHUNK)
+        jax.eval_shape(lambda: loss(h, W, LABELS, ids, ln_q, WEIGHT))
+    (call,) = calls.calls
+    assert call.verb == "divergence_loss"
+    assert call.shapes == {"hidden": (N, D), "W": (V, D), "ids": (N, K)}
+    assert call.live_logits_bytes == 4 * CHUNK * V
+
+
+@pytest.mark.parametrize("changes, kind, message", [
+    ({"tail": 1}, TypeError, "Columns.tail must be"),
+    ({"implementation": "hopper"}, NotImplementedError, "has no divergence_loss"),
+    ({"ids": np.full((N, K), V)}, ValueError, f"ids must be below vocab_size={V}"),
+    ({"logprobs": np.ones((N, K))}, ValueError, "which are not positive"),
+    ({"logprobs": None, "name": "jsd"}, ValueError, "must be jaxmem.ForwardKL of"),
+    ({"logprobs": None, "name": "reverse_kl"}, ValueError, "got ReverseKL"),
+    ({"labels": LABELS[:5]}, ValueError, "labels must have"),
+    ({"labels": None}, TypeError, "labels must be"),
+    ({"normalizer": -1.0}, ValueError, "normalizer must"),
+    ({"statistics_temperature": 0.0}, ValueError, "statistics_temperature must"),
+    ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
+])  # fmt: skip
+def test_wrong_arguments_of_a_loss(changes, kind, message):
+    names = "hidden", "W", "ids", "logprobs"
+    given = dict(zip(names, make(), strict=True))
+    given |= {"labels": LABELS, "chunk": CHUNK, "name": "forward_kl"}
+    given |= {"loss_fn": lambda stats, d: d} | changes
+    loss = loss_of_columns(given.pop("name"), given.pop("loss_fn"))
+    with pytest.raises(kind, match=message):
+        loss(**given)
