@@ -66,16 +66,18 @@ BY_ROWS = {
     "fitting": {"case": Case(100, 33, 300, std=2.0, chunk=48)},
     "far above": {"case": Case(100, 33, 300, std=60.0, chunk=48)},
     "label alone": {"case": Case(100, 33, 300, std=2.0, chunk=48), "of_label": 1.0},
+    "transposed": {"case": Case(100, 64, 320, std=2.0, chunk=48), "layout": "dv"},
     "nothing in a block": {"case": Case(600, 16, 300, std=2.0, chunk=32), "first": 200},
 }
 
 
-def check_by_rows(case, of_label=0.0, first=None):
+def check_by_rows(case, of_label=0.0, first=None, layout="vd"):
     """Loss and gradients of log-probabilities, with temperatures; some are masked."""
     h, W, y = case.make()
     y = np.where(np.arange(len(y)) % 7 == 3, -100, y % case.v)
     y = np.where(np.arange(len(y)) < (first or len(y)), y, -100)
     h, W = (jnp.asarray(x, "bfloat16") for x in (h, W))
+    W = W.T if layout == "dv" else W
     weight = np.linspace(-1, 1, len(y), dtype=np.float32)
     weight[:3] = 0
     temperature = np.linspace(0.5, 2, len(y), dtype=np.float32)

@@ -110,7 +110,7 @@ def test_hidden_gradient_in_parts_of_the_vocabulary(interpreted, monkeypatch):
 @needs_pallas
 @pytest.mark.parametrize("name, by_rows", [
     ("fitting", {True}), full("far above", {False}), full("label alone", {False}),
-    full("nothing in a block", {True, False}),
+    full("nothing in a block", {True, False}), full("transposed", {True}),
 ])  # fmt: skip
 def test_token_loss_by_rows(name, by_rows, interpreted, monkeypatch):
     """Exponentials are the derivative themselves only where they fit the reference."""
@@ -126,6 +126,32 @@ def test_token_loss_by_rows(name, by_rows, interpreted, monkeypatch):
     check_by_rows(**BY_ROWS[name])
     jax.effects_barrier()
     assert seen == by_rows
+
+
+@needs_pallas
+def test_token_loss_by_rows_lowers_over_tokens(lowered_anywhere, monkeypatch):
+    """Arrays of rows are typed as varying over the devices that share the tokens."""
+    from jaxmem.head.kernels import kept
+
+    calls, original = [], kept.by_rows
+    monkeypatch.setattr(kept, "by_rows", lambda *of: calls.append(of) or original(*of))
+    devices, n = jax.devices(), len(jax.devices())
+    mesh = jax.make_mesh((n,), ("data",), (AxisType.Auto,), devices=devices)
+
+    def total(h, W, y):
+        loss, _ = jaxmem.token_loss(
+            lambda stats: -stats.logprob, h, W, y, normalizer=1, implementation="hopper"
+        )
+        return jax.lax.psum(loss, "data")
+
+    run = jax.shard_map(
+        jax.value_and_grad(total, (0, 1)), mesh=mesh,
+        in_specs=(P("data"), P(), P("data")), out_specs=(P(), (P("data"), P())),
+    )  # fmt: skip
+    operands = ((n * 256, 128), jnp.bfloat16), ((5120, 128), jnp.bfloat16)
+    structs = [jax.ShapeDtypeStruct(*of) for of in (*operands, ((n * 256,), jnp.int32))]
+    lowered(jax.jit(run).trace(*structs))
+    assert calls
 
 
 EVERY_OPTION = {"bias": True, "temperature": 0.7, "vocab_size": 50000}
