@@ -66,12 +66,13 @@ BY_ROWS = {
     "fitting": {"case": Case(100, 33, 300, std=2.0, chunk=48)},
     "far above": {"case": Case(100, 33, 300, std=60.0, chunk=48)},
     "label alone": {"case": Case(100, 33, 300, std=2.0, chunk=48), "of_label": 1.0},
+    "large weights": {"case": Case(100, 33, 300, std=2.0, chunk=48), "scale": 1e30},
     "transposed": {"case": Case(100, 64, 320, std=2.0, chunk=48), "layout": "dv"},
     "nothing in a block": {"case": Case(600, 16, 300, std=2.0, chunk=32), "first": 200},
 }
 
 
-def check_by_rows(case, of_label=0.0, first=None, layout="vd"):
+def check_by_rows(case, of_label=0.0, first=None, layout="vd", scale=1.0):
     """Loss and gradients of log-probabilities, with temperatures; some are masked."""
     h, W, y = case.make()
     y = np.where(np.arange(len(y)) % 7 == 3, -100, y % case.v)
@@ -80,6 +81,7 @@ def check_by_rows(case, of_label=0.0, first=None, layout="vd"):
     W = W.T if layout == "dv" else W
     weight = np.linspace(-1, 1, len(y), dtype=np.float32)
     weight[:3] = 0
+    weight *= scale
     temperature = np.linspace(0.5, 2, len(y), dtype=np.float32)
 
     def loss_fn(stats, weight):

@@ -31,7 +31,7 @@ _TINY = 1.2e-38  # the smallest normal float32; p counts as 0 there
 # Of a reference above the label's logit, in base 2: exponentials reach from the largest
 # logits, up to 44 nats above the label's, to those 2^-62 of the label's.
 _HEADROOM = 64
-_LARGEST = 2.0**100  # of a label's derivative in units of its row's factor
+_LARGEST = 2.0**100  # of a row's factor, and of its label's derivative in units of it
 
 
 def reference_of(label_logit: jax.Array) -> jax.Array:
@@ -72,7 +72,8 @@ def by_rows(env: Env, kept: Kept, rows: LossRows) -> ByRows:
     factors = numbers["slope"] * jnp.exp2(above)
     at_label = numbers["at_label"]
     at_label = jnp.where(at_label == 0, 0, at_label / factors)
-    fits = (above >= 0) & (above <= _HEADROOM + 1) & (jnp.abs(at_label) < _LARGEST)
+    largest = jnp.maximum(jnp.abs(factors), jnp.abs(at_label))
+    fits = (above >= 0) & (above <= _HEADROOM + 1) & (largest < _LARGEST)
     is_active = jnp.arange(env.n_rows) < rows.n_active
     fits = (rows.n_active > 0) & jnp.all(fits | ~is_active)
     dz = derivative(env, kept, rows, skip=fits)

@@ -111,6 +111,7 @@ def test_hidden_gradient_in_parts_of_the_vocabulary(interpreted, monkeypatch):
 @pytest.mark.parametrize("name, by_rows", [
     ("fitting", {True}), full("far above", {False}), full("label alone", {False}),
     full("nothing in a block", {True, False}), full("transposed", {True}),
+    full("large weights", {False}),
 ])  # fmt: skip
 def test_token_loss_by_rows(name, by_rows, interpreted, monkeypatch):
     """Exponentials are the derivative themselves only where they fit the reference."""
