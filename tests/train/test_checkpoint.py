@@ -93,9 +93,9 @@ def test_another_config_is_refused_by_field():
         check_same_config(CONFIG, other, Path("runs/a"))
     message = str(error.value)
     assert "run.out_dir='runs/a' contains checkpoints of another run" in message
-    assert 'data.source was "a.txt", is "b.txt"' in message
+    assert "data.source was 'a.txt', is 'b.txt'" in message
     assert "model.hidden was 8, is 16" in message
-    assert "model.qk_norm.enabled was absent, is true" in message
+    assert "model.qk_norm.enabled was absent, is True" in message
     assert "dtype" not in message
     assert "name another run.out_dir" in message
 

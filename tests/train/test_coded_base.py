@@ -70,7 +70,7 @@ def test_run_on_codes_resumes(gin, capsys):
     assert losses(gin, "resumed") == alone
     config = "run.steps=6", f"run.out_dir={gin.parent / 'resumed'}"
     assert cli.main(["train", str(gin), *config, "model.base=int8"]) == 2
-    assert 'model.base was "nf4", is "int8"' in capsys.readouterr().err
+    assert "model.base was 'nf4', is 'int8'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_named_optimizer_resumes_and_equals_mesh(name, tmp_path, capsys):
     _, resumed = run("resumed")
     assert resumed == alone
     status, _ = run("resumed", "run.steps=6", "optimizer.name=adamw")
-    assert status == 2 and f'optimizer.name was "{name}"' in capsys.readouterr().err
+    assert status == 2 and f"optimizer.name was {name!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

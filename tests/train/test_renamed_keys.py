@@ -89,7 +89,7 @@ def test_settings_of_a_saved_run_are_those_of_its_file(tmp_path, monkeypatch):
         json.dumps({**settings.fixed, "changeable": settings.changeable})
     )
     (line,) = resuming.changes(current, sampled, tmp_path, 4, 5)
-    assert line == 'head.gradient was null, is ["sample", 4]'
+    assert line == "head.gradient was None, is ('sample', 4)"
     other = jobs.job_of(config.replaced({"model.rope.theta": 600.0})).settings()
     with pytest.raises(ValueError, match="model.rope.theta was 500.0, is 600.0"):
         resuming.changes(saved, other, tmp_path, 4, 4)

@@ -110,11 +110,11 @@ def check_same_config(
 def differences(
     saved: Mapping[str, Mapping], current: Mapping[str, Mapping], common: bool = False
 ) -> list[str]:
-    """Return a message for each field that differs, with both values.
+    """Return a message for each field that differs, with both values as gin has them.
 
     With `common`, fields that only one of them has are ignored.
     """
-    was, now = _json_by_key(saved), _json_by_key(current)
+    was, now = _literals_by_key(saved), _literals_by_key(current)
     keys = was.keys() & now.keys() if common else was.keys() | now.keys()
     return [
         f"{key} was {was.get(key, 'absent')}, is {now.get(key, 'absent')}"
@@ -123,10 +123,20 @@ def differences(
     ]
 
 
-def _json_by_key(config: Mapping[str, Mapping]) -> dict[str, str]:
-    """JSON text of each value by "section.field"; a JSON round trip keeps it."""
+def _literals_by_key(config: Mapping[str, Mapping]) -> dict[str, str]:
+    """The Python literal of each value by "section.field", as after a JSON round trip.
+
+    Settings have tuples where JSON has lists.
+    """
     return {
-        f"{section}.{field}": json.dumps(value)
+        f"{section}.{field}": repr(_with_tuples(json.loads(json.dumps(value))))
         for section, fields in config.items()
         for field, value in fields.items()
     }
+
+
+def _with_tuples(value: Any) -> Any:
+    """A JSON value whose lists are tuples."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(item) for name, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

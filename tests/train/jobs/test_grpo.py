@@ -292,7 +292,7 @@ def test_host_moments_and_limit_change_no_number(by_limit, finished, tmp_path):
     assert bool(chosen) == by_limit, said
     moments = jax.tree.leaves(PolicyProgram(config).state_shapes.optimizer)
     assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
-    with pytest.raises(ValueError, match="optimizer.offload was true, is absent"):
+    with pytest.raises(ValueError, match="optimizer.offload was True, is absent"):
         train(changed(config, optimizer=dict(offload=False)), tmp_path / "run", steps=5)
 
 
@@ -449,7 +449,7 @@ def test_resume_refuses_other_task_model_or_seed(finished):
         (dict(task=dict(seed=1)), "task.seed was 0, is 1"),
         (dict(model=dict(hidden=16)), "model.hidden was 32, is 16"),
         (dict(run=dict(seed=2)), "run.seed was 1, is 2"),
-        (dict(optimizer=dict(trainable="blocks")), "optimizer.trainable was null, is"),
+        (dict(optimizer=dict(trainable="blocks")), "optimizer.trainable was None, is"),
         (dict(grpo=dict(minibatches=2)), "grpo.minibatches was 1, is 2"),
     ):
         with pytest.raises(ValueError, match=message):
