@@ -8,7 +8,11 @@ import pytest
 
 from benchmarks import results, run_plan
 from jaxmem import devices
-from jaxmem.planning import roofline
+from jaxmem.commands import cli
+from jaxmem.planning import command, roofline
+from jaxmem.train import configuration
+from jaxmem.train.jobs import job_of
+from tests.planning.test_command import GRPO
 
 ROWS = results.read("plan_h200.csv")
 BOUND = 0.05
@@ -63,6 +67,14 @@ def test_efficiencies_within_range_of_estimates():
     found = [float(row["efficiency"]) for row in rows]
     assert least <= min(found) and max(found) <= most
     assert min(found) - least < 0.05 and most - max(found) < 0.05  # no wider than that
+
+
+@needs_compiler
+def test_plan_of_a_policy_reads_nothing_from_the_absent_device():
+    config, _ = configuration.load(cli._find_config(GRPO[0]), GRPO[1:])
+    with devices.target("h200"):
+        made = command.plan_of(job_of(config), "h200")
+    assert {phase.name for phase in made.phases} >= {"rollout", "gradients", "update"}
 
 
 @needs_compiler

@@ -269,7 +269,6 @@ class PolicyProgram(SamplingProgram):
         the minibatch, and its own.
         """
         reads_entries = head.recorded is not None
-        zeros = dict.fromkeys(self.metric_names, jnp.zeros(()))
 
         def loss(params, frozen, rows: PolicyBatch, normalizer, *numbers):
             model, batch = self.model(params, frozen), rows.batch
@@ -282,7 +281,8 @@ class PolicyProgram(SamplingProgram):
             if reads_entries:
                 exact = self._probe(model.head, hidden, rows)
                 of_checks = {_EXACT: exact, _ESTIMATED: metrics[eight_bits.ERROR]}
-            metrics = zeros | metrics
+            # Made here: outside, a plan's absent device would have to compute it.
+            metrics = dict.fromkeys(self.metric_names, jnp.zeros(())) | metrics
             if rows.inverse is not None:  # sums that estimate those of all tokens
                 names = self.metric_names
                 metrics |= {name: rows.inverse * metrics[name] for name in names}
