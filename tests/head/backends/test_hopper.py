@@ -107,11 +107,12 @@ def test_hidden_gradient_in_parts_of_the_vocabulary(interpreted, monkeypatch):
     check_one_pass(**ONE_PASS["several blocks, every option"])
 
 
+@pytest.mark.full
 @needs_pallas
 @pytest.mark.parametrize("name, by_rows", [
-    ("fitting", {True}), full("far above", {False}), full("label alone", {False}),
-    full("nothing in a block", {True, False}), full("transposed", {True}),
-    full("large weights", {False}),
+    ("fitting", {True}), ("far above", {False}), ("label alone", {False}),
+    ("nothing in a block", {True, False}), ("transposed", {True}),
+    ("large weights", {False}),
 ])  # fmt: skip
 def test_token_loss_by_rows(name, by_rows, interpreted, monkeypatch):
     """Exponentials are the derivative themselves only where they fit the reference."""
@@ -129,6 +130,7 @@ def test_token_loss_by_rows(name, by_rows, interpreted, monkeypatch):
     assert seen == by_rows
 
 
+@pytest.mark.full
 @needs_pallas
 def test_token_loss_by_rows_lowers_over_tokens(lowered_anywhere, monkeypatch):
     """Arrays of rows are typed as varying over the devices that share the tokens."""
