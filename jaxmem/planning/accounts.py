@@ -13,8 +13,12 @@ from jaxmem.planning.collectives import Collective
 from jaxmem.train.phases import Phase, device_bytes
 
 # No kernel can be timed, so autotuning is off and products use XLA's default tiles. On
-# a GPU, autotuning would also try cuBLAS, whose workspace is at most 32 MiB.
-_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}, "tpu": {}}
+# a GPU, autotuning would also try cuBLAS, whose workspace is at most 32 MiB. Some
+# products in Triton have no default tiles with jaxlib 0.12, and do not compile.
+_OPTIONS = {
+    "cuda": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+    "tpu": {},
+}
 
 # By how much the allocator's peak exceeded the programs' own count on an H200:
 # constants, CUDA libraries, a batch (benchmarks/results/plan_h200.csv).

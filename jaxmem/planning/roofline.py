@@ -133,9 +133,17 @@ def _kernel_work(equation):
 
     A kernel of the head computes statistics or derivatives from hidden and W, or the
     gradient of either from derivatives. One of experts has matrices of all groups
-    among its operands or results, and is counted as if all tiles of rows were full.
+    among its operands or results, and is counted as if all tiles of rows were full. One
+    of attention to a cache reads one layer of the stack, and counts as if its rows saw
+    all slots.
     """
     avals = [x.aval for x in equation.invars]
+    if cached := _cached_attention(equation):
+        query, keys = cached
+        rows, group, width = query.shape
+        slots = rows * keys.shape[1] * width  # of keys, or of values
+        moved = 2 * slots * keys.dtype.itemsize + 2 * cost.nbytes(query)
+        return 4.0 * slots * group, float(moved)
     if groups := _group_matrices(equation):
         rows, each = avals[1].shape[0], sum(a.size // a.shape[0] for a in groups)
         every = (*avals, *(x.aval for x in equation.outvars))
@@ -156,6 +164,18 @@ def _kernel_work(equation):
     return 2.0 * first.size * columns, moved
 
 
+def _cached_attention(equation):
+    """Queries and stacked keys of attention to a cache; none of other kernels.
+
+    They are [rows, queries, width] and [layers · rows, slots, width], and beside the
+    keys are values of the same shape.
+    """
+    boxes = [x.aval for x in equation.invars if getattr(x.aval, "ndim", 0) == 3]
+    if len(boxes) == 3 and boxes[1].shape == boxes[2].shape:
+        return boxes[:2]
+    return []
+
+
 def _group_matrices(equation):
     """Matrices of all groups of a kernel; none of a kernel of the head."""
     return [
@@ -168,7 +188,9 @@ def _label(equation):
     name, operands = equation.primitive.name, [x.aval for x in equation.invars]
     if name == "mpmd_map":
         name = "head kernel"
-        if _group_matrices(equation):
+        if cached := _cached_attention(equation):
+            name, operands = "attention kernel", cached
+        elif _group_matrices(equation):
             name, operands = (
                 "experts kernel",
                 operands[1:],

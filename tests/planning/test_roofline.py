@@ -9,6 +9,7 @@ import jaxmem
 from jaxmem import devices
 from jaxmem.head.backends import hopper
 from jaxmem.models.experts import grouped
+from jaxmem.models.kernels import cached_attention
 from jaxmem.models.mixture import Expert
 from jaxmem.planning import accounts, roofline
 from jaxmem.train.phases import Phase
@@ -137,3 +138,30 @@ def test_kernels_of_experts_cost_what_full_tiles_do(fake, monkeypatch):
     }
     made = estimate(jax.grad(forward, (0, 1, 3)), weights, x, choice, scale)
     assert made.operations == (3 + 2 + 6) * once + once  # one whose result is not used
+
+
+@needs_pallas
+def test_kernel_of_cached_attention_reads_one_layer(fake):
+    rows, kv_heads, group, width, layers, slots = 3, 2, 4, 64, 5, 128
+    query, new, cached = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in (
+            (rows, kv_heads, group, width), (rows, kv_heads, width),
+            (layers, rows, kv_heads, slots, width),
+        )
+    )  # fmt: skip
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    seen = jax.ShapeDtypeStruct((rows, slots), jnp.bool_)
+
+    def attend(query, new, cached, layer, seen):
+        location = cached_attention.Place(layer, seen)
+        return cached_attention.attend(
+            query, (new, new), (cached, cached), location, scale=1.0
+        )
+
+    made = estimate(attend, query, new, cached, layer, seen)
+    (product,) = made.products
+    assert product.name == "attention kernel bf16[6,4,64] x bf16[30,128,64]"
+    assert product.operations == 2 * (2 * rows * kv_heads * group * slots * width)
+    cache = 2 * 2 * rows * kv_heads * slots * width
+    assert product.bytes == cache + 2 * 2 * rows * kv_heads * group * width
