@@ -23,7 +23,7 @@ from tests.helpers.estimates import (
     check_mean,
     check_results,
 )
-from tests.helpers.functions import FUNCTIONS
+from tests.helpers.functions import FUNCTIONS, N
 from tests.helpers.meshes import OnMesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
@@ -39,6 +39,17 @@ def later(case):
 @pytest.mark.parametrize("name", [x if x == "token_loss" else later(x) for x in FIRSTS])
 def test_mean_of_draws_is_exact_gradient(name):
     check_mean(name)
+
+
+@pytest.mark.parametrize("name", ["logprobs", full("divergence ReverseKL teacher")])
+def test_each_token_has_draws_of_its_own(name):
+    """Tokens that are alike have other gradients, whose errors average out."""
+    p = problem(dataclasses.replace(SETTING, mask="none"))
+    one = p["labels"].argmax()
+    p = {k: np.resize(x[one], x.shape) if len(x) == N else x for k, x in p.items()}
+    _, gradients = crossing.run(jaxmem, name, SETTING, ("hidden",), p)
+    rows = gradients["hidden"] / functions.cotangents(np.zeros(N, "f"))[:, None]
+    assert len(np.unique(np.round(rows, 4), axis=0)) > N / 2
 
 
 @pytest.mark.slow

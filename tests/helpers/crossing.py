@@ -33,7 +33,8 @@ class Setting:
         tokens: their shape.
         std: standard deviation of the logits.
         gradient: the argument; "frozen": only hidden is differentiated.
-        size: a factor of a loss and of its normalizer, which changes no result.
+        size: factors of a loss and of its normalizer; their quotient is undone, as that
+            of a loss that is scaled is.
     """
 
     dtypes: tuple[str, str] = ("float32", "float32")
@@ -49,7 +50,7 @@ class Setting:
     gradient: Any = None
     depth: int = 8
     columns: int = 40
-    size: float = 1.0
+    size: tuple[float, float] = (1.0, 1.0)
 
     def takes(self, function: HeadFunction) -> bool:
         """False if the function has not this kind of gradient."""
@@ -76,8 +77,8 @@ LEVELS = {
     "chunk": (4, 5, None, "auto"),
     "gradient": (None, "frozen", jaxmem.Recompute(), jaxmem.Recompute(2), SAMPLE),
     "depth": (8, 33),
-    "columns": (40, 257),
-    "size": (1.0, 1e30, 2.0**-20),
+    "columns": (40, 300),
+    "size": ((1.0, 1.0), (1e30, 1e30), (1.0, 2.0**12)),
 }  # fmt: skip
 
 
@@ -88,8 +89,8 @@ def fit(levels: dict) -> bool:
     """
     name, gradient = levels.get("name"), levels.get("gradient")
     if getattr(gradient, "blocks", 1) > 1:
-        (_, of_W), columns = levels.get("dtypes", ("", "")), levels.get("columns", 257)
-        if of_W == "float32" or columns < 257:
+        (_, of_W), columns = levels.get("dtypes", ("", "")), levels.get("columns", 300)
+        if of_W == "float32" or columns <= 256:
             return False
     return name is None or Setting(gradient=gradient).takes(FUNCTIONS[name])
 

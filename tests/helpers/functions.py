@@ -228,19 +228,21 @@ def mixed_loss(stats, divergence, advantages):
     return loss, {"divergence": divergence, "entropy": stats.entropy}
 
 
-def of_size(loss_fn, p):
-    """(the loss times p's size, options by which no result depends on the size)."""
-    size = p.get("size", 1.0)
-    if size == 1.0:
-        return loss_fn, {}
+def sized(function, loss_fn, p, *operands, **options):
+    """(loss, metrics) of a loss and a normalizer of p's size, which change neither."""
+    of_loss, of_count = p.get("size", (1.0, 1.0))
+    if of_loss == of_count == 1:
+        return function(loss_fn, *operands, **options)
 
-    def sized(*args):
+    def larger(*args):
         loss, metrics = loss_fn(*args)
-        return size * loss, metrics
+        return of_loss * loss, metrics
 
     active = p["labels"] >= 0
     active = active & p["where"] if "where" in p else active
-    return sized, {"normalizer": size * jnp.sum(active)}
+    count = of_count * jnp.sum(active)
+    loss, metrics = function(larger, *operands, **options, normalizer=count)
+    return of_count / of_loss * loss, metrics
 
 
 def mean(losses, metrics, on):
@@ -339,13 +341,10 @@ def _divergence_loss(target, warmth=None):
     """Statistics have another temperature, a number or the operand of that name."""
 
     def call(module, p, head, options):
-        loss_fn, more = of_size(mixed_loss, p)
         if warmth is not None:
-            more["statistics_temperature"] = p.get(warmth, warmth)
-        return module.divergence_loss(
-            loss_fn, p["hidden"], head, p["labels"], target.make(p),
-            p["advantages"], **options, **more,
-        )  # fmt: skip
+            options = options | {"statistics_temperature": p.get(warmth, warmth)}
+        operands = p["hidden"], head, p["labels"], target.make(p), p["advantages"]
+        return sized(module.divergence_loss, mixed_loss, p, *operands, **options)
 
     def exact(p, scaling, on):
         on = on & (p["labels"] >= 0)
@@ -389,8 +388,7 @@ def _of_caller_logits(name, exact):
 
 def _call_token_loss(module, p, head, options):
     operands = p["hidden"], head, p["labels"], p["advantages"]
-    loss_fn, more = of_size(policy_loss, p)
-    return module.token_loss(loss_fn, *operands, **options, **more)
+    return sized(module.token_loss, policy_loss, p, *operands, **options)
 
 
 def _call_ragged_support(module, p, head, options):

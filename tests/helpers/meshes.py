@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmem
 
@@ -108,6 +108,43 @@ class ByHand:
                 run, mesh=mesh_of(shape), in_specs=tuple(map(spec_of, arrays)),
                 out_specs=P(tokens), check_vma=self.check_vma,
             )(*arrays)  # fmt: skip
+
+        return call
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts:
+    """The functions of `jaxmem` of arrays that lie in parts over a mesh, for `jax.jit`.
+
+    `tokens` are the mesh axes of each array's first axes; `W` those of W [V, D].
+    """
+
+    sizes: tuple[int, ...]
+    axes: tuple[str, ...]
+    tokens: P
+    W: P
+
+    def __getattr__(self, function):
+        kinds = (AxisType.Auto,) * len(self.axes)
+        mesh = jax.make_mesh(self.sizes, self.axes, axis_types=kinds)
+
+        def is_head(x):
+            return isinstance(x, jaxmem.Head)
+
+        def put(x, spec):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+        def place(x):
+            if is_head(x):
+                by_row = (*self.W, None, None)[:2]
+                W = P(*(by_row if x.layout == "vd" else by_row[::-1]))
+                return dataclasses.replace(x, W=put(x.W, W))
+            is_of_tokens = getattr(x, "ndim", 0) >= len(self.tokens)
+            return put(x, self.tokens) if is_of_tokens else x
+
+        def call(*args, **options):
+            args, options = jax.tree.map(place, (args, options), is_leaf=is_head)
+            return getattr(jaxmem, function)(*args, **options)
 
         return call
 

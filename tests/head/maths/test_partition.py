@@ -13,7 +13,9 @@ import jaxmem
 from jaxmem.head.maths import partition
 from tests.helpers import oracle, targets
 from tests.helpers.cases import full, slow
-from tests.helpers.divergence import exact as of_heads
+from tests.helpers.crossing import Setting, check
+from tests.helpers.functions import FUNCTIONS, each_once
+from tests.helpers.meshes import InParts
 
 B, T, D, V = 8, 16, 8, 96
 MESHES = {  # sizes, names, and how tokens [B, T] and W [V, D] lie
@@ -28,18 +30,6 @@ def logprobs(h, W, y, a):
     return (jaxmem.logprobs(h, W, y, chunk=None) * a).sum()
 
 
-def token_stats(h, W, y, a):
-    stats = jaxmem.token_stats(
-        h, jaxmem.Head(W, W[:, 0], softcap=4.0), y, chunk=None, temperature=1 + a * a,
-        where=y % 3 > 0,
-    )  # fmt: skip
-    return (stats.logprob * a + stats.entropy**2 + stats.sum_pi_squared).sum()
-
-
-def frozen(h, W, y, a):
-    return (jaxmem.entropy(h, jax.lax.stop_gradient(W), None) * a).sum()
-
-
 def token_loss(h, W, y, a):
     def loss(stats, a):
         return -a * stats.logprob + 0.1 * stats.entropy, {"entropy": stats.entropy}
@@ -48,61 +38,15 @@ def token_loss(h, W, y, a):
     return loss + jax.lax.stop_gradient(metrics["entropy"]).mean()
 
 
-def from_logits(h, W, y, a):
-    return (jaxmem.logprobs_from_logits(h @ W.T, y, None) * a).sum()
-
-
 def kl(h, W, y, a):
     return (targets.reverse_kl(h, W, 2 * h, W, chunk=None) * a).sum()
 
 
-def frozen_kl(h, W, y, a):
-    fixed = jax.lax.stop_gradient(W)
-    return (targets.reverse_kl(h, fixed, 2 * h, W, chunk=None) * a).sum()
-
-
-def selected(h, W, y, a):
-    ids = jnp.stack([y, (y + 7) % V], -1)
-    return (jaxmem.selected_logprobs(h, W, ids, chunk=None) * a[..., None]).sum()
-
-
-def support(h, W, y, a):
-    ids = jnp.stack([y, (y + 7) % V], -1)
-    return (jaxmem.support_logprobs(h, W, y, ids) * a).sum()
-
-
-def topk(h, W, y, a):
-    return (jaxmem.topk(h, W, 3, chunk=None).logprobs.sum(-1) * a).sum()
-
-
-def topk_kl(h, W, y, a):
-    ids = jnp.stack([y, (y + 7) % V], -1)
-    said = jnp.stack([a, -a], -1) - 3
-    return (targets.topk_kl(h, W, ids, said, chunk=None) * a).sum()
-
-
-def sample_ids(h, W, y, a):
-    ids = jaxmem.sample_ids(h, W, 3, jax.random.key(0), chunk=None)
-    return (h.sum(-1) * a * ids.sum(-1)).sum() + 0 * W.sum()
-
-
-def ragged(h, W, y, a):
-    """A sum over tokens that have one id and two by turns."""
-    ids = jnp.stack([y, (y + 7) % V], -1).reshape(-1)
-    offsets = jnp.arange(y.size + 1) * 2
-    ids = jnp.where(jnp.arange(ids.size) % 4 == 3, -1, ids)
-    made = jaxmem.support_logprobs(h, W, y, ids, offsets=offsets, max_ids=5)
-    return (made * a).sum()
-
-
-VERBS = [logprobs, token_loss, kl]
-OTHERS = [token_stats, frozen, from_logits, sample_ids, ragged]
-ALIKE = [selected, support, topk, topk_kl, frozen_kl]  # by the same rules
 QUICK = [(logprobs, "data"), (token_loss, "data")]
 REST = [
     full(logprobs, "fsdp"), full(logprobs, "tensor"), full(logprobs, "sequence"),
     full(kl, "data"),
-    *(slow(verb, name) for verb in VERBS[1:] for name in MESHES if name != "data"),
+    *(slow(verb, name) for verb in (token_loss, kl) for name in [*MESHES][1:]),
 ]  # fmt: skip
 
 
@@ -134,49 +78,9 @@ def exact_token_loss(h, W, y, a):
     return value, slopes[:2]
 
 
-def exact_token_stats(h, W, y, a):
-    options = {"bias": W[:, 0], "softcap": 4.0, "on": y.reshape(-1) % 3 > 0}
-    options["temperature"] = 1 + a.reshape(-1) ** 2
-    outputs, _ = exact(h, W, y, {"logprob": a}, **options)
-    g = {"logprob": a, "entropy": 2 * outputs["entropy"], "sum_pi_squared": 1 + 0 * a}
-    _, (dh, dW, dbias) = exact(h, W, y, g, **options)
-    dW[:, 0] += dbias
-    each = a.reshape(-1) * outputs["logprob"] + outputs["entropy"] ** 2
-    return (each + outputs["sum_pi_squared"]).sum(), (dh, dW)
-
-
-def exact_kl(h, W, y, a):
-    flat = h.reshape(-1, D)
-    operands = flat, W, 2 * flat, W
-    value, (dh, dW, _) = of_heads("reverse_kl", a.reshape(-1), operands, vocab_size=V)
-    return (value * a.reshape(-1)).sum(), (dh.reshape(h.shape), dW)
-
-
-def exact_sum(name, trained=1):
-    """A function that returns Σ statistic · a, and its gradients."""
-
-    def run(h, W, y, a):
-        outputs, (dh, dW, _) = exact(h, W, y, {name: a})
-        return (outputs[name] * a.reshape(-1)).sum(), (dh, trained * dW)
-
-    return run
-
-
-EXACT = {
-    logprobs: exact_sum("logprob"), from_logits: exact_sum("logprob"),
-    frozen: exact_sum("entropy", trained=0), token_loss: exact_token_loss,
-    token_stats: exact_token_stats, kl: exact_kl,
-}  # fmt: skip
-
-
-@functools.cache
-def alone(verb):
-    """In float64, or on one device: tokens are not divided among several."""
-    if verb in EXACT:
-        return EXACT[verb](*problem())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxmem.head.maths.partition.is_possible", lambda: False)
-        return jax.device_get(with_gradients(verb)(*problem()))
+def exact_logprobs(h, W, y, a):
+    outputs, (dh, dW, _) = exact(h, W, y, {"logprob": a})
+    return (outputs["logprob"] * a.reshape(-1)).sum(), (dh, dW)
 
 
 def place(name):
@@ -200,24 +104,20 @@ def products(compiled):
     return re.findall(r"= \w+\[(\d+),(\d+)\]\S* dot\(", compiled.as_text())
 
 
-# One verb for each kind of call that is partitioned, on one mesh; all other verbs are
-# such calls, too. Draws depend on where a token stands, and ragged ids are no tokens.
-@pytest.mark.parametrize(
-    "verb, name",
-    [
-        *QUICK,
-        *REST,
-        *(slow(verb, name) for verb in OTHERS for name in MESHES),
-        *(slow(verb, "data") for verb in ALIKE),
-    ],
-)
-def test_partition_results_equal_one_device(verb, name, quick_compilation):
-    for got, want in zip(
-        jax.tree.leaves(compiled(verb, name)(*place(name))),
-        jax.tree.leaves(alone(verb)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+def in_parts():
+    """Each function on one mesh, and on all of them."""
+    firsts = each_once([*FUNCTIONS])
+    for i, (name, case) in enumerate(zip(FUNCTIONS, firsts, strict=True)):
+        for j, mesh in enumerate(MESHES):
+            is_first = isinstance(case, str) and (i + j) % len(MESHES) == 0
+            yield (full if is_first else slow)(name, mesh)
+    yield "logprobs", "sequence"
+
+
+@pytest.mark.parametrize("name, mesh", list(in_parts()))
+def test_partition_results_equal_float64(name, mesh, quick_compilation):
+    setting = Setting(tokens=(B, T), temperature="token")
+    check(name, setting, InParts(*MESHES[mesh]))
 
 
 @pytest.mark.parametrize("verb, name", [*QUICK, *REST])
@@ -258,7 +158,7 @@ def test_inside_scan_remat_and_vmap(quick_compilation):
         return jax.lax.scan(jax.checkpoint(body), 0.0, length=2)[0]
 
     got = jax.jit(jax.value_and_grad(total, (0, 1)))(h, W)
-    value, (dh, dW) = alone(logprobs)
+    value, (dh, dW) = exact_logprobs(*problem())
     want = 2 * value, (2 * dh, 2 * dW)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-5)
@@ -306,7 +206,7 @@ def test_partition_unchanged_by_mesh_in_context(quick_compilation):
     with jax.set_mesh(h.sharding.mesh):
         got = with_gradients(token_loss)(h, W, y, a)
     for x, want in zip(
-        jax.tree.leaves(got), jax.tree.leaves(alone(token_loss)), strict=True
+        jax.tree.leaves(got), jax.tree.leaves(exact_token_loss(*problem())), strict=True
     ):
         np.testing.assert_allclose(x, want, rtol=2e-5, atol=2e-5)
 

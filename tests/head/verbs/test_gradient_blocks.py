@@ -13,7 +13,9 @@ from jaxmem import Recompute
 from jaxmem.head.backends import xla
 from tests.helpers import oracle
 from tests.helpers.cases import Case, slow
+from tests.helpers.crossing import Setting, check
 from tests.helpers.described import described
+from tests.helpers.functions import FUNCTIONS
 from tests.helpers.token_stats import cotangents
 from tests.helpers.tolerance import error
 
@@ -82,6 +84,15 @@ def assert_same(got, want, of_W=2.0**-8):
         assert a.dtype == b.dtype
         epsilon = of_W if a.dtype == BF16 else 3e-6
         assert error(a, b.astype(F32)) < epsilon
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [x for x, f in FUNCTIONS.items() if f.blocks])
+def test_blocks_against_float64(name, on_one_device, of_blocks):
+    """The gradient of hidden in float32 shows a column that is missing, or twice."""
+    dtypes, options = ("float32", "bfloat16"), {"padded": False, "columns": 300}
+    check(name, Setting(dtypes, gradient=Recompute(2), **options))
+    assert of_blocks == [(None, 256), (256, 44)]
 
 
 @pytest.mark.parametrize("run, why", [
