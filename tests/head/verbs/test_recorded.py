@@ -486,7 +486,7 @@ def test_memory_as_documented(verb):
 
 
 @pytest.mark.parametrize("split", [
-    {"vocab": "a"}, {"tokens": "a"}, full({"vocab": "a", "tokens": "b"}),
+    {"vocab": "a"}, full({"tokens": "a"}), full({"vocab": "a", "tokens": "b"}),
 ])  # fmt: skip
 def test_over_a_mesh_as_on_one_device(split):
     axes = tuple(split.values())
