@@ -193,9 +193,9 @@ def drawn_of(trees, count, seed, modules) -> list[tuple[Mutant, ...]]:
 def _shared(path, roots):
     parsed = [ast.parse((root / path).read_text("utf-8")) for root in roots]
     tables = [_functions(tree) for tree in parsed]
-    for name, function in tables[0].items():
-        same = [table.get(name) for table in tables]
-        if all(x and ast.unparse(x) == ast.unparse(function) for x in same):
+    for name in tables[0]:
+        same = [table[name] for table in tables if name in table]
+        if len(same) == len(tables) and len({ast.unparse(x) for x in same}) == 1:
             pairs = zip(parsed, same, strict=True)
             each = (mutants_of(tree, path, x) for tree, x in pairs)
             yield from zip(*each, strict=True)
