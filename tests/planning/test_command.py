@@ -22,19 +22,11 @@ from jaxmem.train.jobs.grpo.policy_program import PolicyProgram
 from jaxmem.train.phases import device_bytes
 from tests.helpers import texts
 from tests.helpers.cases import full, slow
+from tests.helpers.tiny_jobs import GRPO, TINY
 
-TINY = (
-    "model.layers=2", "model.hidden=32", "model.ff=64", "model.heads=2",
-    "model.kv_heads=2", "model.head_dim=16", "head.chunk=32",
-)  # fmt: skip
 SFT = (
     "sft_stdlib.gin", *TINY, "data.sequence_length=32", "data.batch_size=4",
     "data.vocab_size=300",
-)  # fmt: skip
-GRPO = (
-    "grpo_arithmetic.gin", *TINY, "grpo.prompts=2", "grpo.group_size=4",
-    "grpo.max_tokens_train=128", "grpo.max_tokens_forward=256",
-    "grpo.kl_coefficient=0.1",
 )  # fmt: skip
 SCORE = "tests/checkpoints/tiny/qwen3"
 DPO = (

@@ -12,7 +12,7 @@ from jaxmem.commands import cli
 from jaxmem.planning import command, roofline
 from jaxmem.train import configuration
 from jaxmem.train.jobs import job_of
-from tests.planning.test_command import GRPO
+from tests.helpers.tiny_jobs import GRPO
 
 ROWS = results.read("plan_h200.csv")
 BOUND = 0.05
