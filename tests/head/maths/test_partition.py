@@ -105,13 +105,15 @@ def products(compiled):
 
 
 def in_parts():
-    """Each function on one mesh, and on all of them."""
-    firsts = each_once([*FUNCTIONS])
-    for i, (name, case) in enumerate(zip(FUNCTIONS, firsts, strict=True)):
+    """Each function on all meshes; of each, the first row in `.ci/run` on one."""
+    for i, (name, case) in enumerate(
+        zip(FUNCTIONS, each_once([*FUNCTIONS]), strict=True)
+    ):
         for j, mesh in enumerate(MESHES):
             is_first = isinstance(case, str) and (i + j) % len(MESHES) == 0
-            yield (full if is_first else slow)(name, mesh)
-    yield "logprobs", "sequence"
+            is_quick = (name, mesh) == ("logprobs", "data")
+            case_of = pytest.param if is_quick else full if is_first else slow
+            yield case_of(name, mesh)
 
 
 @pytest.mark.parametrize("name, mesh", list(in_parts()))

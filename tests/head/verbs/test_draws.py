@@ -11,6 +11,7 @@ import pytest
 import jaxmem
 from jaxmem.head.maths import column_sampling
 from jaxmem.head.verbs import draws
+from tests.helpers import oracle
 from tests.helpers.cases import full
 from tests.helpers.described import described
 from tests.helpers.draws import CHUNK, KEY, D, N, V, make, uniform
@@ -18,14 +19,8 @@ from tests.helpers.draws import CHUNK, KEY, D, N, V, make, uniform
 pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 
 
-def softmax(h, W, **options):
-    z = h.astype(float) @ W.T.astype(float) + options.get("bias", 0)
-    if options.get("softcap"):
-        z = options["softcap"] * np.tanh(z / options["softcap"])
-    z = z / options.get("temperature", 1.0)
-    z = z[:, : options.get("vocab_size")]
-    p = np.exp(z - z.max(1, keepdims=True))
-    return p / p.sum(1, keepdims=True)
+def softmax(h, W):
+    return np.exp(oracle.log_softmax(h.astype(float) @ W.T.astype(float)))
 
 
 def assert_inverse(ids, u, p):
@@ -40,13 +35,13 @@ def assert_inverse(ids, u, p):
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 15.0], ids=["flat", "ordinary", "peaked"])
-@pytest.mark.parametrize("v", [full(1), full(300), 4099])
+@pytest.mark.parametrize("v", [full(300), 4099])
 def test_sample_ids_inverts_distribution_function(v, std):
     h, W = make(std, v)
     ids = np.asarray(jaxmem.sample_ids(h, W, 50, KEY, CHUNK))
     assert (ids.shape, ids.dtype) == ((N, 50), np.int32)
     assert_inverse(ids, uniform(50), softmax(h, W))
-    assert v == 1 or std == 15.0 or len(np.unique(ids)) > min(v, 100) / 2
+    assert std == 15.0 or len(np.unique(ids)) > min(v, 100) / 2
 
 
 def test_sample_ids_by_bits_at_powers_of_two():
@@ -125,26 +120,15 @@ def test_sample_ids_of_nan_row_alone():
 
 
 @pytest.mark.full
-def test_any_leading_shape_vmap_and_gradients():
+def test_vmap_over_tokens_and_their_keys():
     h, W = make()
-    h = h[:32]
     keys = column_sampling.token_keys(KEY, (32,)).reshape(2, 16)
 
     def draw(h, key=KEY):
         return jaxmem.sample_ids(h, W, 3, key, CHUNK)
 
-    @jax.jit
-    def run(h):
-        cut = h.reshape(2, 16, D)
-        gradient = jax.grad(lambda h: draw(h).astype(jnp.float32).sum())(h)
-        return draw(h), draw(cut), jax.vmap(draw)(cut, keys), gradient
-
-    want, cut, mapped, gradient = run(h)
-    for got in (cut, mapped):
-        np.testing.assert_array_equal(got.reshape(32, 3), want)
-    assert not gradient.any()
-    assert jax.eval_shape(draw, h[0]).shape == (3,)
-    assert draw(np.zeros((0, D), np.float32)).shape == (0, 3)
+    mapped = jax.vmap(draw)(h[:32].reshape(2, 16, D), keys)
+    np.testing.assert_array_equal(mapped.reshape(32, 3), draw(h[:32]))
 
 
 def test_products_of_32_bits():

@@ -166,6 +166,7 @@ def ours_ragged(operands, g, bias=None):
     return ours(operands[:4], g, "support", bias, operands[4])
 
 
+@pytest.mark.full
 def test_equal_widths_equal_dense_form_bitwise():
     h, W, y, dense = make_dense()
     dense[:] = np.where(dense < 0, (dense[:, :1] + np.arange(MAX_IDS)) % V, dense)
