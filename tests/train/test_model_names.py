@@ -145,4 +145,4 @@ def test_run_of_a_model_of_the_hub_goes_on_with_its_commit(server, capfd):
         ["train", "run.gin", "run.steps=3", "model.checkpoint=owner/llama@main"]
     )
     assert said == 2
-    assert f"is {json.dumps(name_in_hub(server))}" in capfd.readouterr().err
+    assert f"is {name_in_hub(server)!r}" in capfd.readouterr().err
