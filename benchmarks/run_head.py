@@ -64,9 +64,9 @@ def token_loss(h, W, y, g=None, names=("logprob", "entropy"), **options):
     """A loss known inside: log-probability and entropy, weighted by g."""
 
     def weighted(stats, *weights):
-        made = {name: getattr(stats, name) for name in names}
-        total = sum(w * x for w, x in zip(weights, made.values(), strict=True))
-        return total, made
+        outputs = {name: getattr(stats, name) for name in names}
+        total = sum(w * x for w, x in zip(weights, outputs.values(), strict=True))
+        return total, outputs
 
     weights = [g[name] if g else jnp.ones(len(y)) for name in names]
     return jaxmem.token_loss(weighted, h, W, y, *weights, normalizer=1, **options)
@@ -156,15 +156,15 @@ def drive(args):
 
 
 def parser():
-    made = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
-    workers.add_shapes(made)
-    made.add_argument("--path", action="append", help=f"of {', '.join(PATHS)}")
-    made.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    made.add_argument("--repetitions", type=int, default=5)
-    made.add_argument("--peaks", action="store_true", help="the allocator's too")
-    made.add_argument("--out", default="head.csv", help="CSV in benchmarks/results")
-    made.add_argument("--worker", choices=["time", "peak"], help=argparse.SUPPRESS)
-    return made
+    flags = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
+    workers.add_shapes(flags)
+    flags.add_argument("--path", action="append", help=f"of {', '.join(PATHS)}")
+    flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    flags.add_argument("--repetitions", type=int, default=5)
+    flags.add_argument("--peaks", action="store_true", help="the allocator's too")
+    flags.add_argument("--out", default="head.csv", help="CSV in benchmarks/results")
+    flags.add_argument("--worker", choices=["time", "peak"], help=argparse.SUPPRESS)
+    return flags
 
 
 def main(arguments=None):

@@ -69,8 +69,8 @@ def test_same_draws_however_tokens_are_split(name):
     setting = dataclasses.replace(SETTING, tokens=(5,))
     trained, p = crossing.trained_of(name, setting), problem(setting)
     split = OnMesh("2x4", changes=(("vocab", None),))
-    made = [crossing.run(x, name, setting, trained, p) for x in (split, jaxmem)]
-    for got, want in zip(*map(jax.tree.leaves, made), strict=True):
+    results = [crossing.run(x, name, setting, trained, p) for x in (split, jaxmem)]
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -158,8 +158,8 @@ def test_few_tokens_on_mesh_send_parts_of_dw(vocab, layout, n):
 
         def loss(h, W, bias):
             head = jaxmem.Head(W, bias, vocab_size=50, layout=layout)
-            made = verb(h, head, y % 50, where=where, gradient=Sample(8), key=KEY)
-            return jnp.sum(g * made)
+            got = verb(h, head, y % 50, where=where, gradient=Sample(8), key=KEY)
+            return jnp.sum(g * got)
 
         return jax.jit(jax.grad(loss, (0, 1, 2))).lower(h, W, bias).compile()
 

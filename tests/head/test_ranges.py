@@ -91,11 +91,11 @@ FIRST = "token_stats", "divergence ReverseKL teacher"
 
 def check_results(name, setting, p):
     """Each result against float64, with twice the error of the materialised one."""
-    made, near = (
+    results, near = (
         crossing.run(x, name, setting, (), p)[0] for x in (jaxmem, crossing.reference)
     )
-    want = crossing.exact(name, setting, p, made)[0]
-    for got, other, x in zip(*map(jax.tree.leaves, (made, near, want)), strict=True):
+    want = crossing.exact(name, setting, p, results)[0]
+    for got, other, x in zip(*map(jax.tree.leaves, (results, near, want)), strict=True):
         crossing.assert_as_good(got, lambda x=other: x, x, STATS_EPSILON, name)
 
 

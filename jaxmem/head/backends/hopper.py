@@ -30,9 +30,10 @@ MIN_TOKENS, MIN_CHUNK = 256, 128
 # forward alone of 512 tokens 2.2 (1.7). If it is not padded: 256 tokens 8.7 (12.5),
 # forward alone 1.4 (2.0).
 MIN_TOKENS_PADDED = 1024
-# A pass over exponentials that a loss of log-probabilities can save (`kept.by_rows`)
-# takes 0.5 GEMMs at D=576, 0.35 at 1024 and 0.08 at 4096. Without it, W's gradient has
-# one rounding more: from this width on, W's gradient is worth more than the time.
+# Losses of log-probabilities can save a pass over the exponentials (`kept.by_rows`):
+# token_loss with entropies and without took 4.59 and 3.94 GEMMs at D=576, 3.87 and 3.30
+# at 1024, and no less at 4096 than runs differ. W's gradient then has one rounding
+# more, so that heads of this width or more take the pass, unless W is frozen.
 MIN_DEPTH_ROUNDED_ONCE = 2048
 
 

@@ -28,14 +28,14 @@ from jaxmem.head.maths.row_stats import Coefficients, Outputs
 _BUFFERS = 3  # per block: one being loaded, one computed, one stored
 _BLOCKS = 2  # per SM: as many as shared memory holds
 _TINY = 1.2e-38  # the smallest normal float32; p counts as 0 there
-# Of a reference above the label's logit, in base 2: exponentials reach from the largest
-# logits, up to 44 nats above the label's, to those 2^-62 of the label's.
+# Distance of the reference above the label's logit, in base 2. Logits may be up to 44
+# nats above the label's, and probabilities below 2^-62 of the label's underflow.
 _HEADROOM = 64
 _LARGEST = 2.0**100  # of a row's factor, and of its label's derivative in units of it
 
 
 def reference_of(label_logit: jax.Array) -> jax.Array:
-    """The reference, in base 2, that suits rows with this logit of their label."""
+    """The reference logits, in base 2, of rows with these logits of their labels."""
     return label_logit * logits.LOG2_E + _HEADROOM
 
 

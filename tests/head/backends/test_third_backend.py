@@ -62,13 +62,13 @@ def test_dense_backend_samples_as_xla(name, request):
     operands = name, setting, trained_of(name, setting), problem(setting)
     want = run(jaxmem, *operands)
     request.getfixturevalue("only_dense")
-    made = run(Named("dense"), *operands)
-    assert jax.tree.structure(made) == jax.tree.structure(want)
-    jax.tree.map(assert_near, made, want)
+    got = run(Named("dense"), *operands)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(assert_near, got, want)
 
 
-def assert_near(made, want):
-    np.testing.assert_allclose(made, want, rtol=1e-4, atol=2e-5)
+def assert_near(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-5)
 
 
 def test_dense_backend_runs_recorded_entries(only_dense):

@@ -60,10 +60,10 @@ def cotangents():
 
 
 def stats(h, W, y, axis_name=None, vocab_size=V, **options):
-    made = described(jaxmem.token_stats)(
+    got = described(jaxmem.token_stats)(
         h, W, y, CHUNK, axis_name=axis_name, vocab_size=vocab_size, **options
     )
-    return {k: v for k, v in made._asdict().items() if k in FLOATS}
+    return {k: v for k, v in got._asdict().items() if k in FLOATS}
 
 
 def with_gradients(fn, *operands):
@@ -71,8 +71,8 @@ def with_gradients(fn, *operands):
 
     @jit
     def both(h, W, *rest):
-        made, pull = jax.vjp(lambda h, W: fn(h, W, *rest), h, W)
-        return made, pull({k: cotangents()[k] for k in made})
+        got, pull = jax.vjp(lambda h, W: fn(h, W, *rest), h, W)
+        return got, pull({k: cotangents()[k] for k in got})
 
     first, again = both(*operands), both(*operands)
     for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True):
@@ -124,10 +124,10 @@ def test_shards_of_nothing_but_padding():
     h, W, y = problem(v=9)
     run = functools.partial(stats, vocab_size=9)
     want = oracle.head(h, W, y, cotangents(), vocab_size=9)
-    made, gradients = with_gradients(sharded(run, "1x8"), h, W, y)
-    check((made, gradients), with_gradients(run, h, W, y), want)
+    got, gradients = with_gradients(sharded(run, "1x8"), h, W, y)
+    check((got, gradients), with_gradients(run, h, W, y), want)
     assert not gradients[0][y < 0].any()
-    assert not any(value[y < 0].any() for value in made.values())
+    assert not any(value[y < 0].any() for value in got.values())
 
 
 def test_hidden_is_rounded_after_its_parts_are_summed():
@@ -193,12 +193,14 @@ def test_frozen_head_and_entropy(check_vma):
             "entropy": described(jaxmem.entropy)(h, W, CHUNK, where=y >= 0, **options),
         }
 
-    made, gradients = with_gradients(sharded(run, check_vma=check_vma), h, W, y)
-    g = {k: cotangents()[k] for k in made}
+    results, gradients = with_gradients(sharded(run, check_vma=check_vma), h, W, y)
+    g = {k: cotangents()[k] for k in results}
     want, (dh, *_) = oracle.head(h, W, y, g, vocab_size=V)
     _, (_, dW, _) = oracle.head(h, W, y, {"entropy": g["entropy"]}, vocab_size=V)
     for got, wanted in zip(
-        [*made.values(), *gradients], [*(want[k] for k in made), dh, dW], strict=True
+        [*results.values(), *gradients],
+        [*(want[k] for k in results), dh, dW],
+        strict=True,
     ):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5)
 
@@ -211,8 +213,8 @@ def test_from_logits():
     def run(logits, y, axis_name=None):
         options = {"vocab_size": V, "axis_name": axis_name}
         lp = jaxmem.logprobs_from_logits(logits, y, CHUNK, **options)
-        made = jaxmem.token_stats_from_logits(logits, y, CHUNK, **options)
-        return jnp.cos(lp) + made.entropy * made.logsumexp + made.sum_pi_squared
+        stats = jaxmem.token_stats_from_logits(logits, y, CHUNK, **options)
+        return jnp.cos(lp) + stats.entropy * stats.logsumexp + stats.sum_pi_squared
 
     split = jax.shard_map(
         functools.partial(run, axis_name="tensor"), mesh=mesh_of(MESHES["2x4"][0]),
@@ -250,8 +252,8 @@ def test_gradients_taken_inside():
 
     def run(h, W, y, axis_name):
         def loss(h, W):
-            made = stats(h, W, y, axis_name)
-            return sum(jnp.sum(jnp.cos(x)) for x in made.values())
+            got = stats(h, W, y, axis_name)
+            return sum(jnp.sum(jnp.cos(x)) for x in got.values())
 
         return jax.grad(loss, (0, 1))(h, W)
 
@@ -263,8 +265,8 @@ def test_gradients_taken_inside():
 def exact_of_cosines():
     """Gradients of hidden and W of a sum of cosines of the statistics."""
     none = {"logprob": np.zeros(N)}
-    made, _ = oracle.head(*problem(), none, vocab_size=V)
-    g = {k: -np.sin(x) for k, x in made.items()}
+    got, _ = oracle.head(*problem(), none, vocab_size=V)
+    g = {k: -np.sin(x) for k, x in got.items()}
     return oracle.head(*problem(), g, vocab_size=V)[1][:2]
 
 
@@ -289,8 +291,8 @@ def verbs_without_axis_name():
         )
 
     def selected(h, W, bias, other, ids):
-        made = jaxmem.selected_logprobs(h, jaxmem.Head(W, bias=bias), ids, CHUNK)
-        return made @ jnp.arange(3.0)
+        got = jaxmem.selected_logprobs(h, jaxmem.Head(W, bias=bias), ids, CHUNK)
+        return got @ jnp.arange(3.0)
 
     def support(h, W, bias, other, ids):
         warm = 1 + other[:, 0] ** 2
@@ -304,9 +306,9 @@ def verbs_without_axis_name():
         return jaxmem.support_logprobs(h, jaxmem.Head(W, bias), *given, **options)
 
     names = "reverse_kl", "forward_kl", "jsd"
-    made = {name: divergence(of_two_heads(name)) for name in names}
+    got = {name: divergence(of_two_heads(name)) for name in names}
     return (
-        made
+        got
         | {"selected_logprobs": selected, "support_logprobs": support}
         | {"ragged supports": ragged}
     )
@@ -342,8 +344,8 @@ def test_verbs_that_need_all_of_W(name, of_hidden):
 
     def run(fn):
         def total(h, W, bias):
-            made = fn(h, W, bias, other, ids)
-            return jnp.sum(jnp.sin(made)), made
+            results = fn(h, W, bias, other, ids)
+            return jnp.sum(jnp.sin(results)), results
 
         return jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(h, W, bias)
 
@@ -390,8 +392,8 @@ def test_vmap_where_other_axes_are_left_to_jax():
         in_specs=(P(), P("tensor"), P()), out_specs=P(), axis_names={"tensor"},
     )  # fmt: skip
     got = jit(jax.grad(lambda *a: jnp.cos(split(*a)).sum(), (0, 1)))(h, W, y)
-    made, _ = oracle.head(h, W, y, {"logprob": np.zeros(N)}, vocab_size=V)
-    g = {"logprob": -np.sin(made["logprob"])}
+    results, _ = oracle.head(h, W, y, {"logprob": np.zeros(N)}, vocab_size=V)
+    g = {"logprob": -np.sin(results["logprob"])}
     want = oracle.head(h, W, y, g, vocab_size=V)[1][:2]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
@@ -407,8 +409,8 @@ def test_shards_have_the_same_bits(optimized):
             check_vma=False,
         )
     )
-    for made in split(h, W, y).values():
-        np.testing.assert_array_equal(made, np.broadcast_to(made[:1], made.shape))
+    for got in split(h, W, y).values():
+        np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
 
 
 @pytest.mark.slow
@@ -426,13 +428,13 @@ def test_collectives_of_ids(name):
     text = jax.jit(jax.grad(run, (0, 1))).lower(h, W).compile().as_text()
     # XLA may make one all-reduce of several arrays.
     reduced = re.findall(r" = ([^=]*?) all-reduce(?:-start)?\(", text)
-    made = re.findall(r"f32\[[\d,]*\]", " ".join(reduced))
+    got = re.findall(r"f32\[[\d,]*\]", " ".join(reduced))
     n = N // 2
     gradients = [f"f32[{n},{D}]", f"f32[{COLUMNS // 4},{D}]"]  # dW over the tokens
     rows = [*("f32[12]",) * 3, "f32[12,5]"]  # maximum, two sums, and at ids
     if name == "support_logprobs":
         rows = ["f32[2,12]", "f32[3,12]"]
-    assert sorted(made) == sorted([*rows, *gradients])
+    assert sorted(got) == sorted([*rows, *gradients])
     assert not re.search("all-gather|all-to-all|collective-permute", text)
 
 
@@ -535,10 +537,10 @@ def test_invalid_label_is_nan_alone():
     h, W, y = (np.nan_to_num(x) for x in problem())
     y = np.where(np.arange(N) == 2, V, np.maximum(y, 0))  # a column, but of padding
     y[5] = COLUMNS + 1
-    made = jit(sharded(stats))(h, W, y)
-    assert np.isnan(made["logprob"][np.array([2, 5])]).all()
-    assert np.isfinite(np.delete(made["logprob"], [2, 5])).all()
-    assert np.isfinite(made["logsumexp"]).all()
+    got = jit(sharded(stats))(h, W, y)
+    assert np.isnan(got["logprob"][np.array([2, 5])]).all()
+    assert np.isfinite(np.delete(got["logprob"], [2, 5])).all()
+    assert np.isfinite(got["logsumexp"]).all()
 
 
 def refusal(kind, *operands, fn=stats, **options):

@@ -110,7 +110,8 @@ def test_rest_of_any_size_keeps_its_digits():
         )
         np.testing.assert_allclose(value, want, rtol=1e-5)
         np.testing.assert_allclose(dh, need, atol=1e-5)
-    # By the log of the rest alone: -q_rest, not what its cancellation leaves of it.
+    # The bias of the other columns changes the mass of the tail alone, whose gradient
+    # is -q_rest; as a difference of two masses it would lose its digits.
     q_rest = 1 - np.exp(ln_q.astype(float)).sum(1)
     _, (_, _, dbias) = ours((h, W, ids, ln_q), np.ones(N), bias, "forward_kl", True)
     np.testing.assert_allclose(dbias[K:].sum(), -q_rest.sum(), rtol=1e-5)

@@ -21,19 +21,19 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "on_one_device")
 ])  # fmt: skip
 def test_ids_in_order_with_equal_ones(v, k, std):
     h, W = make(v, std)
-    made, ids = jaxmem.topk(h, W, k, CHUNK)
+    got, ids = jaxmem.topk(h, W, k, CHUNK)
     want, values, _ = oracle.topk(h.astype(float) @ W.T.astype(float), k)
     np.testing.assert_array_equal(ids, want)
-    np.testing.assert_allclose(made, values, rtol=1e-6, atol=STATS_EPSILON)
-    assert (np.diff(made, axis=1) <= 0).all()
+    np.testing.assert_allclose(got, values, rtol=1e-6, atol=STATS_EPSILON)
+    assert (np.diff(got, axis=1) <= 0).all()
 
 
 def test_topk_excluded_columns_last_padding_never():
     h, W = make(130)
     bias = np.where(np.arange(130) % 3 == 0, -np.inf, 0).astype(np.float32)
-    made, ids = jaxmem.topk(h, jaxmem.Head(W, bias=bias, vocab_size=100), 100, CHUNK)
+    got, ids = jaxmem.topk(h, jaxmem.Head(W, bias=bias, vocab_size=100), 100, CHUNK)
     np.testing.assert_array_equal(np.sort(ids), np.tile(np.arange(100), (N, 1)))
-    np.testing.assert_array_equal(np.isneginf(made), np.asarray(ids) % 3 == 0)
+    np.testing.assert_array_equal(np.isneginf(got), np.asarray(ids) % 3 == 0)
     np.testing.assert_array_equal(ids[:, -34:], np.tile(np.arange(0, 100, 3), (N, 1)))
 
 
@@ -41,9 +41,9 @@ def test_topk_confident_token_keeps_digits():
     """1 + Σ others rounds to 1: the logprob of the first keeps its digits."""
     h, W = np.eye(8, dtype=np.float32), np.zeros((50, 8), np.float32)
     np.fill_diagonal(W, 25.0)
-    made, ids = jaxmem.topk(h, W, 2)
+    got, ids = jaxmem.topk(h, W, 2)
     np.testing.assert_array_equal(ids, [[i, 0 if i else 1] for i in range(8)])
-    np.testing.assert_allclose(made[:, 0], -np.log1p(49 * np.exp(-25.0)), rtol=1e-6)
+    np.testing.assert_allclose(got[:, 0], -np.log1p(49 * np.exp(-25.0)), rtol=1e-6)
 
 
 def test_topk_gradient_of_logprobs_not_of_ids():
@@ -75,9 +75,9 @@ def test_topk_ids_as_columns_of_divergence():
     where = np.arange(N) < 30
     ids = jaxmem.topk(h, W, 5, CHUNK, where=where).ids
     q = jaxmem.selected_logprobs(teacher, W, ids, CHUNK)
-    made = of_columns("reverse_kl")(h, W, ids, q, CHUNK)
+    got = of_columns("reverse_kl")(h, W, ids, q, CHUNK)
     whole = reverse_kl(h, W, teacher, W, CHUNK)
-    assert (made <= whole + 1e-6).all() and made[:30].all() and not made[30:].any()
+    assert (got <= whole + 1e-6).all() and got[:30].all() and not got[30:].any()
 
 
 def test_report():

@@ -43,15 +43,15 @@ def token_loss(h, W, y):
 
 def exact(loss, h, W, y):
     """Gradients of hidden, W and the bias, in float64."""
-    made, _ = oracle.head(h, W, y, {"logprob": np.zeros(N)})
+    got, _ = oracle.head(h, W, y, {"logprob": np.zeros(N)})
     n = (y >= 0).sum()
     g = {
-        logprobs: {"logprob": -np.sin(made["logprob"])},
+        logprobs: {"logprob": -np.sin(got["logprob"])},
         token_loss: {
-            "logprob": -np.sin(made["logprob"]) / n,
-            "entropy": 2 * made["entropy"] / n,
+            "logprob": -np.sin(got["logprob"]) / n,
+            "entropy": 2 * got["entropy"] / n,
         },
-        token_stats: {k: -np.sin(x) for k, x in made.items()},
+        token_stats: {k: -np.sin(x) for k, x in got.items()},
     }[loss]
     return oracle.head(h, W, y, g)[1]
 
@@ -209,9 +209,9 @@ def test_vmap_over_heads(problem):
     h, W, y = problem
     heads = jnp.stack([W, 2 * W, W - 1])
     got = jax.jit(jax.vmap(jax.grad(token_stats, 1), (None, 0, None)))(h, heads, y)
-    for made, head in zip(got, heads, strict=True):
+    for each, head in zip(got, heads, strict=True):
         want = exact(token_stats, h, head, y)[1]
-        np.testing.assert_allclose(made, want, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(each, want, rtol=2e-5, atol=2e-5)
 
 
 def test_vmap_keeps_the_chunk_bound(problem):

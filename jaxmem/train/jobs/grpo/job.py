@@ -605,7 +605,7 @@ class Grpo(Job, name="grpo"):
     def _tell_of_rejections(self, number: int, updates: Sequence[Update]) -> None:
         """Say that micro-batches of a step took an exact forward pass, and why.
 
-        Of the steps after the first of them, those that are logged anyway do.
+        After the first such step, only steps that are logged say so.
         """
         checks = [check for update in updates for check in update.checks]
         rejected = [check for check in checks if check.rejected]
